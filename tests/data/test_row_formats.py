@@ -519,7 +519,7 @@ def test_a_row_without_a_number_to_order_it_by_is_bad(tokenizer: Tokenizer) -> N
             {"columns": {"question": "prompt"}},
             "data.columns: found 'question', allowed: id, prompt",
         ),
-        ({"columns": {"prompt": ""}}, "data.columns.prompt: found nothing"),
+        ({"columns": {"prompt": ""}}, "data.columns.prompt: found an empty text"),
         (
             {"template_date": "26.11.2026"},
             "data.template_date: found '26.11.2026', allowed: a date as YYYY-MM-DD",

@@ -197,7 +197,7 @@ FINDINGS = [
             "warm_start.steps": 0,
         },
         [
-            "environment.kind: found 'tests.rollout.test_turns:Counting' beside task "
+            "environment.kind: found 'tests.rollout.test_turns:Counting' with task "
             "'tests.tasks.test_tasks:TwoTurns'"
         ],
     ),
@@ -217,8 +217,8 @@ FINDINGS = [
             "groups.actor_fwd": {},
         },
         [
-            "actor.forward: found actor_fwd, which is in a group too",
-            "actor.forward: found reference, which is in a",
+            "actor.forward: found actor_fwd, which is also in a group",
+            "actor.forward: found reference, which is also in a",
         ],
     ),
     (
@@ -273,7 +273,7 @@ FINDINGS = [
         {"algorithm.overlong.max_tokens": 7},
         [
             "algorithm.overlong.max_tokens: found 7, allowed: at most rollout.max_new_tokens, 6; "
-            "no episode draws more"
+            "no episode is longer"
         ],
     ),
     ({"algorithm.overlong.max_tokens": 7, **COUNTING}, []),
@@ -317,13 +317,13 @@ FINDINGS = [
     (
         {"samples_per_prompt": 1, "algorithm": {"name": "ppo"}, "rollout.filter": "rewards_differ"},
         [
-            "rollout.filter: found rewards_differ with samples_per_prompt 1, of which it drops "
+            "rollout.filter: found rewards_differ with samples_per_prompt 1, which drops "
             "every prompt"
         ],
     ),
     (
         {"rollout.max_new_tokens": 300},
-        ["rollout.max_new_tokens: found 300", "together 332", "of the model, 256"],
+        ["rollout.max_new_tokens: found 300", "which is 332 with", "of the model, 256"],
     ),
     (
         {"rollout.top_p": 0.9},
@@ -350,12 +350,12 @@ FINDINGS = [
     ),
     (
         {"rollout.top_p": 0.9, "rollout.engine.kind": "simulated"},
-        ["rollout.top_p: found 0.9 with engine simulated, which draws tokens evenly"],
+        ["rollout.top_p: found 0.9 with engine simulated, which samples tokens uniformly"],
     ),
     (
         {"rollout.top_p": 0.9, "rollout.top_k": 50, "algorithm": {"name": "m2po"}},
         [
-            "rollout.top_k: found 50 with algorithm m2po, allowed: 0; its ratio is to the engine's "
+            "rollout.top_k: found 50 with algorithm m2po, allowed: 0; its ratio uses the engine's "
             "log-probabilities"
         ],
     ),
@@ -411,12 +411,12 @@ FINDINGS = [
         },
         [],
     ),
-    ({"rollout.top_k": 1}, ["rollout.top_k: found 1, which leaves one token"]),
+    ({"rollout.top_k": 1}, ["rollout.top_k: found 1, which always samples the most probable"]),
     ({"eval.responses": 4}, ["eval.responses: found 4 with eval.temperature 0, allowed: 1"]),
     ({"eval.pass_at": [1, 2]}, ["allowed: 1 to eval.responses, 1; set eval.responses to 2"]),
     (
         {"eval.max_new_tokens": 300},
-        ["eval.max_new_tokens: found 300", "together 332", "of the model, 256"],
+        ["eval.max_new_tokens: found 300", "which is 332 with", "of the model, 256"],
     ),
     ({"rollout.temperature": 0}, ["rollout.temperature: found 0.0"]),
     ({"rollout.reward": "answer_exct"}, ["rollout.reward: found 'answer_exct'", "did you mean"]),
@@ -424,7 +424,7 @@ FINDINGS = [
         {"environment.kind": "zoom", "environment.options": {"zoom": 2}},
         ["environment.options: ZoomIn", "argument 'zoom'"],
     ),
-    ({"environment.max_turns": 3}, ["environment: found settings, but no environment.kind"]),
+    ({"environment.max_turns": 3}, ["environment: found settings, but neither environment.kind"]),
     (
         {
             "rollout.reward": "",
@@ -449,7 +449,7 @@ FINDINGS = [
     ({"eval.reward": "no.such:reward"}, ["eval.reward: 'no.such:reward': importing"]),
     (
         {"rollout.processes": 2, "rollout.replicas": 3},
-        ["rollout.processes: found 2", "what divides them"],
+        ["rollout.processes: found 2, allowed: a divisor of rollout.replicas, 3"],
     ),
     (
         {"rollout.replicas": 2, "rollout.without": ["rollout/2"]},
@@ -457,7 +457,7 @@ FINDINGS = [
     ),
     (
         {"rollout.without": ["rollout-2/0"]},
-        ["process 0 of rollout-2 none of its engines, allowed: at least one"],
+        ["which are all engines of process 0 of rollout-2, allowed: all but one"],
     ),
     (
         {"rollout.without": ["actor/0"]},
@@ -542,6 +542,6 @@ def test_who_trains_gives_no_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         FIELDS, "values", FieldSpec("values", "token", "float32", "expected reward", by="actor")
     )
     assert any(
-        "found role actor, which trains and gives values, allowed: one of both" in finding
+        "found role actor, which trains and produces values, allowed: one of both" in finding
         for finding in check(config)
     )

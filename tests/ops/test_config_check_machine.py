@@ -109,7 +109,7 @@ def test_a_device_is_looked_for_where_the_run_will_be(
         ),
         (
             {"environment.options": {"command": ["no-such-program"]}},
-            "found no program 'no-such-program'",
+            "environment.options.command: found 'no-such-program', which is not a program",
         ),
         (
             {"environment.options": {"command": ["python"], "chat_template": "/no/such.jinja"}},
@@ -118,11 +118,11 @@ def test_a_device_is_looked_for_where_the_run_will_be(
         ),
         (
             {"environment.options": {"command": ["python"]}, "data.chat_template": "model"},
-            "data.chat_template: found 'model' beside environment.kind agent, allowed: none",
+            "data.chat_template: found 'model' with environment.kind agent, allowed: none",
         ),
         (
             {"environment.kind": "", "groups.hub.roles": ["advantages", "gateway"]},
-            "groups.hub.roles: found gateway, and environment.kind ''",
+            "groups.hub.roles: found gateway with environment.kind ''",
         ),
         (
             {

@@ -36,12 +36,12 @@ def test_of_another_run_it_is_said_what_to_start_from(tmp_path: Path) -> None:
     for path, text in (
         (
             checkpoint,
-            f"found a checkpoint of a run; relax-hpc convert {checkpoint} "
-            f"{run}/i000001-step-000012-hf, and",
+            f"found a checkpoint of a run; run `relax-hpc convert {checkpoint} "
+            f"{run}/i000001-step-000012-hf`, and",
         ),
         (
             run,
-            f"found a run, which is no model; name {run}/weights/i000001-v000012/model, its newest "
+            f"found a run, which is not a model; name {run}/weights/i000001-v000012/model, its newest "
             "weights",
         ),
     ):
@@ -85,7 +85,7 @@ BROKEN = [
     (
         "config.json",
         lambda data: data.replace(b'"vocab_size": 64', b'"vocab_size": 32'),
-        "64 tokens, but vocab_size of",
+        "found 64 tokens, allowed: vocab_size",
     ),
     (
         "config.json",
@@ -218,7 +218,7 @@ def test_experts_that_sglang_cannot_read_are_named(tmp_path: Path) -> None:
     (finding,) = model_findings(directory)
     assert (
         finding.startswith("model.path: found model.language_model.layers.0.mlp.experts.")
-        and "turned" in finding
+        and "transposed" in finding
     )
 
 
@@ -311,6 +311,6 @@ def test_every_model_that_scores_the_policys_tokens_has_its_tokenizer(
     }
     findings = list(files.check_files(load([], over)))
     assert any(
-        f"model.{field}: found" in line and "whose tokenizer gives other ids" in line
+        f"model.{field}: found" in line and "whose tokenizer has other ids" in line
         for line in findings
     ), findings

@@ -74,7 +74,7 @@ def test_prompts_of_files_have_no_reward_that_nobody_has_chosen(
     config = load([], {"data.train": "prompts.jsonl", "model.path": "/nowhere"} | overrides)
     findings = [line for line in check(config) if line.startswith("rollout.reward")]
     expected = (
-        "rollout.reward: found nothing with prompts of files, allowed: the reward to learn "
+        "rollout.reward: found nothing with prompts from files, allowed: the reward to learn "
         "from, such as math, "
     )
     assert len(findings) == is_refused and all(line.startswith(expected) for line in findings)
@@ -96,7 +96,7 @@ def test_every_row_of_the_prompts_is_judged(tmp_path: Path) -> None:
     mistakes, notes = prompt_findings(path, **{"data.max_bad_share": 0.2})
     assert mistakes == [] and len(notes) == 1
     assert notes[0].startswith(
-        "data.train: 301 of 1801 rows are left out: 300 missing_field (first line 1503: no prompt"
+        "data.train: 301 of 1801 rows are skipped: 300 missing_field (first line 1503: no prompt"
     )
 
 
@@ -109,7 +109,7 @@ def test_a_long_file_of_prompts_is_read_in_part_and_that_is_said(
     path, good = tmp_path / "p.jsonl", [json.dumps(PROMPT | {"id": number}) for number in range(40)]
     share = {"data.max_bad_share": 0.05}
     path.write_text("\n".join(["{", *good, *["{"] * 20]))
-    begun = "all of them are read when the run begins"
+    begun = "the run reads all of them when it starts"
     assert prompt_findings(path, **share) == (
         [],
         [f"data.train: read 10 of 61 rows in 0 s, 1 of them bad; {begun}"],
@@ -148,7 +148,7 @@ def test_names_of_special_tokens_in_prompts_are_said(tmp_path: Path) -> None:
     )
     over = {"model.path": str(path), "data.train": str(prompts)}
     (note,) = files.notes(load([], over))
-    assert "data.train: 1 of 2 prompts have names of special tokens, such as <s>" in note
+    assert "data.train: 1 of 2 prompts contain names of special tokens, such as <s>" in note
     assert not list(files.notes(load([], over | {"data.special_tokens": ["prompt"]})))
 
 

@@ -358,11 +358,11 @@ def test_a_sound_choice_of_rewards_has_no_findings() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"rollout.reward": "weighted"}, "reward.weighted: found nothing, or itself within it"),
-        ({"rollout.reward": "by_row"}, "reward.by_row: found nothing, or itself within it"),
+        ({"rollout.reward": "weighted"}, "reward.weighted: found nothing, or the reward itself"),
+        ({"rollout.reward": "by_row"}, "reward.by_row: found nothing, or the reward itself"),
         (
             {"rollout.reward": "weighted", "reward.weighted": {"weighted": 1.0}},
-            "reward.weighted: found nothing, or itself within it",
+            "reward.weighted: found nothing, or the reward itself",
         ),
         (
             {"rollout.reward": "weighted", "reward.weighted": {"mathe": 1.0}},
@@ -383,8 +383,8 @@ def test_a_sound_choice_of_rewards_has_no_findings() -> None:
         ({"rollout.reward": "remote"}, "reward.remote.url: found ''"),
         (
             {"rollout.reward": "code", "reward.code.timeout_s": 10.0, "samples_per_prompt": 8},
-            "reward.code.timeout_s: found 10, allowed: at most 7.5, rollout.reward_timeout_s, 60, "
-            "divided by",
+            "reward.code.timeout_s: found 10, allowed: at most 7.5 (rollout.reward_timeout_s "
+            "60 / samples_per_prompt 8)",
         ),
     ],
 )

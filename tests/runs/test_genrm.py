@@ -433,10 +433,10 @@ def test_what_is_wrong_with_a_judge_of_the_runs_own_is_found_before_it_starts(
             {"groups.genrm": None},
             "reward.judge.url: found nothing, allowed: http://... or https://..., or a group",
         ),
-        ({"rollout.reward": "f1"}, "groups.genrm.roles: found genrm, and judge neither in"),
+        ({"rollout.reward": "f1"}, "groups.genrm.roles: found genrm, but judge is neither in"),
         (
             {"reward.judge.url": "http://host"},
-            "reward.judge.url: found 'http://host' beside role genrm",
+            "reward.judge.url: found 'http://host' and role genrm",
         ),
         (
             {"genrm.flags": {"port": 1}},

@@ -1,4 +1,4 @@
-"""Mistakes in the settings of the rows that a run reads; a line for each."""
+"""Checks of the settings `data`: training sets, weights, columns and the date of templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_data(data: DataConfig) -> Iterator[str]:
         yield f"data.columns: found {field!r}, allowed: {', '.join(ROW_FIELDS)}"
     for field, column in data.columns.items():
         if not column:
-            yield f"data.columns.{field}: found nothing, allowed: the name of a column"
+            yield f"data.columns.{field}: found an empty text, allowed: the name of a column"
     if data.template_date and not _is_date(data.template_date):
         yield (
             f"data.template_date: found {data.template_date!r}, allowed: a date as YYYY-MM-DD, "
@@ -60,7 +60,7 @@ def _weights(data: DataConfig) -> Iterator[str]:
         if not math.isfinite(weight) or weight <= 0 or weight < smallest:
             yield (
                 f"data.train_weights.{name}: found {weight}, allowed: a positive number, at least "
-                f"1/{CYCLE} of the sum of all weights; remove sets that are not to be visited"
+                f"1/{CYCLE} of the sum of all weights; remove sets that you do not want"
             )
 
 

@@ -1,46 +1,85 @@
-"""Checks of the environment that episodes are played against, a line for each mistake."""
+"""Checks of environments and agent programs that episodes use."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
+from relax_hpc.config.groups import group_with
 from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.config.schema.environment import AGENT
+from relax_hpc.data.template_files import find_templates
 from relax_hpc.environments import tried
-from relax_hpc.ops.checks.agents import check_agents
+from relax_hpc.rollout.agents.options import AgentOptions
 from relax_hpc.tasks import environment_of, get_task
 
 
 def check_environment(config: Config) -> Iterator[str]:
-    """Check `environment`, and the one that the task names where there is no other."""
+    """Check `environment`, or else the environment that the task names."""
     try:
         task = get_task(config.data.task)
     except ConfigError:
-        # Said of the task.
-        return
-    yield from check_agents(config)
-    if not (kind := environment_of(config)):
+        return  # Another check names the mistake in the task.
+    yield from _check_agents(config)
+    kind = environment_of(config)
+    if not kind:
         if config.environment != EnvironmentConfig():
             yield (
-                "environment: found settings, but no environment.kind, and none of the task; "
-                "name one, or remove them"
+                "environment: found settings, but neither environment.kind nor an environment of "
+                "the task; name one, or remove the settings"
             )
         return
     try:
-        # Made, and not looked up alone: it knows its options best.
+        # Create it, because only the environment can check its options.
         if kind != AGENT:
             tried(kind, config.environment.options)
     except ConfigError as error:
         yield from error.mistakes
     if task.makes("episode"):
         yield (
-            f"environment.kind: found {kind!r} beside task {config.data.task!r}, which plays its "
-            "episodes itself; leave out one of both"
+            f"environment.kind: found {kind!r} with task {config.data.task!r}, which plays its "
+            "episodes itself; remove one of them"
         )
-    most = config.rollout.max_new_tokens
-    if (found := config.environment.turn_tokens) > most:
+    limit, turn_tokens = config.rollout.max_new_tokens, config.environment.turn_tokens
+    if turn_tokens > limit:
         yield (
-            f"environment.turn_tokens: found {found}, allowed: at most rollout.max_new_tokens, "
-            f"{most}, which bounds all that a row has behind its prompt"
+            f"environment.turn_tokens: found {turn_tokens}, allowed: at most "
+            f"rollout.max_new_tokens, {limit}, which limits all tokens after the prompt in a row"
+        )
+
+
+def _check_agents(config: Config) -> Iterator[str]:
+    """Check what agent programs need: role gateway, a chat template, and the program itself."""
+    group, kind = group_with(config, "gateway"), config.environment.kind
+    if kind != AGENT:
+        if group:
+            yield (
+                f"groups.{group}.roles: found gateway with environment.kind {kind!r}, allowed: "
+                f"environment.kind {AGENT}; set it, or remove the role"
+            )
+        return
+    if group != "hub":
+        yield (
+            f"groups: found role gateway in {group or 'no group'}, allowed: hub, which "
+            f"environment.kind {AGENT} needs"
+        )
+    if config.data.chat_template:
+        yield (
+            f"data.chat_template: found {config.data.chat_template!r} with environment.kind "
+            f"{AGENT}, allowed: none; programs get prompts without a template, and "
+            "environment.options.chat_template renders their chats"
+        )
+    try:
+        options = AgentOptions.from_options(config.environment.options)
+        if options.chat_template != "model" or config.model.path:
+            find_templates(options.chat_template, Path(config.model.path))
+    except ConfigError as error:
+        yield str(error).replace("data.chat_template", "environment.options.chat_template")
+        return
+    if config.layout == "local" and not shutil.which(options.command[0]):
+        yield (
+            f"environment.options.command: found {options.command[0]!r}, which is not a program "
+            "here; name its full path"
         )

@@ -1,4 +1,4 @@
-"""Whether models fit into the memory of their GPUs, by calculation."""
+"""Checks of GPU memory and parallel layouts, by calculation."""
 
 from __future__ import annotations
 
@@ -13,35 +13,33 @@ from relax_hpc.training.models.spec import ModelSpec
 
 
 def check_memory(config: Config) -> Iterator[str]:
-    """Findings on what cannot fit, a line for each place; none for a model that is not in order,
-    which others say."""
+    """Check that each GPU can hold its models, by calculation.
+
+    Nothing is checked if the model has mistakes, which other checks report.
+    """
     if config.model.device != "cuda" or not config.site.gpu_memory_gib:
         return
     try:
         spec = spec_at(config.model)
-        places = plan(config, spec) if not any(misfits(config, spec)) else []
+        devices = plan(config, spec) if not any(misfits(config, spec)) else []
     except ConfigError:
         return
-    for place in places:
-        for lack in place.lacks:
-            mend = (
-                f"it would fit with {', '.join(place.remedies)}"
-                if place.remedies
-                else "give it more GPUs"
-            )
+    for device in devices:
+        fix = "add GPUs"
+        if device.remedies:
+            fix = f"it fits with {', '.join(device.remedies)}"
+        for lack in device.lacks:
             yield (
-                f"groups.{place.groups[0]}: found {lack} (site.gpu_memory_gib), by calculation; "
-                f"{mend}; `relax-hpc plan` tells more"
+                f"groups.{device.groups[0]}: found {lack} (site.gpu_memory_gib), by calculation; "
+                f"{fix}; `relax-hpc plan` prints all terms"
             )
 
 
 def misfits(config: Config, spec: ModelSpec) -> Iterator[str]:
-    """Findings on roles of the run that cut the model as it cannot be cut, one line each."""
-    placed = {role for group in config.groups.values() for role in group.roles}
-    # What is of another size was looked at where its files were.
-    others = {role for role in RANKED if getattr(config.model, f"{role}_path", "")}
-    for role in placed.intersection(RANKED) - others:
-        yield from (
-            f"{role}.parallel.{misfit}"
-            for misfit in spec.split_errors(getattr(config, role).parallel)
-        )
+    """Roles whose parallel layout cannot split the model, one line each."""
+    roles = set[str]().union(*(group.roles for group in config.groups.values()))
+    # `check_files` checks roles that have a model of another size.
+    with_other_model = {role for role in RANKED if getattr(config.model, f"{role}_path", "")}
+    for role in roles.intersection(RANKED) - with_other_model:
+        for misfit in spec.split_errors(getattr(config, role).parallel):
+            yield f"{role}.parallel.{misfit}"

@@ -1,4 +1,4 @@
-"""Model of a Hugging Face directory, read without torch or transformers: headers, not weights."""
+"""Reads a Hugging Face directory without torch or transformers: headers, but no weights."""
 
 from __future__ import annotations
 
@@ -34,41 +34,43 @@ _TOKENIZER_FILES = (
 
 
 @dataclass(kw_only=True, slots=True)
-class Model:
-    """Model as it was found, and what is wrong with it."""
+class ModelFiles:
+    """A model as read from its files, and the mistakes in them."""
 
     problems: list[str] = field(default_factory=list)
-    """Findings about its files; with any of them the rest means nothing."""
+    """Findings about the files. If there are any, the other fields are incomplete."""
     tokenizer: Tokenizer | None = None
-    """Tokenizer; None: there is none, or it is broken, which is among the problems."""
+    """Tokenizer; None if it is missing or has a mistake, which is in `problems`."""
     spec: ModelSpec | None = None
-    """Spec of the model; None: config.json is not in order."""
+    """Spec of the model; None if config.json has a mistake."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of the tensors in its files, by name, as far as these can be read here."""
+    """Shapes of the tensors in the files by name, as far as they can be read."""
 
 
-def find_model(config: ModelConfig, field_name: str = "path") -> Model:
-    """The model in the directory `config.<field_name>`, or the tiny one if that is empty."""
+def find_model(config: ModelConfig, field_name: str = "path") -> ModelFiles:
+    """The model in the directory `config.<field_name>`, or the tiny model if that is empty."""
     key, name = f"model.{field_name}", getattr(config, field_name)
     try:
         if not name:
             from relax_hpc.training.models.tiny_model import model_config
 
-            return Model(spec=spec_from_config(model_config(config.tiny)))
+            return ModelFiles(spec=spec_from_config(model_config(config.tiny)))
     except ConfigError as error:
-        return Model(problems=[str(error)])
+        return ModelFiles(problems=[str(error)])
     path = Path(name)
     if not path.is_dir():
-        return Model(problems=[f"{key}: found {name!r}, which is not a directory; {_remedy(name)}"])
-    if other := _of_a_run(path):
-        return Model(problems=[f"{key}: {other}"])
-    found = _look(path, config)
-    found.problems = [f"{key}: {problem}" for problem in found.problems]
-    return found
+        problem = f"{key}: found {name!r}, which is not a directory; {_remedy(name)}"
+        return ModelFiles(problems=[problem])
+    run_hint = _run_hint(path)
+    if run_hint:
+        return ModelFiles(problems=[f"{key}: {run_hint}"])
+    model = _read_model(path, config)
+    model.problems = [f"{key}: {problem}" for problem in model.problems]
+    return model
 
 
 def _remedy(name: str) -> str:
-    """Remedy for ``name`` of a model, where no directory is."""
+    """What to do about the model ``name`` if there is no such directory."""
     # A name on the hub has two parts; `resolve` has made relative paths absolute.
     path = Path(name).absolute()
     is_below = path.is_relative_to(Path.cwd())
@@ -82,27 +84,32 @@ def _remedy(name: str) -> str:
     )
 
 
-def _of_a_run(path: Path) -> str:
-    """Error that says what to name in the place of a run, or of a checkpoint of one; empty: it is
-    neither."""
+def _run_hint(path: Path) -> str:
+    """Error for a run or a checkpoint of a run, with the directory to name instead.
+
+    Empty if ``path`` is neither.
+    """
     run = path.parent.parent
     if path.parent.name == "checkpoints" and (run / "config.yaml").is_file():
-        made = run / f"{path.name}-hf"
-        return f"found a checkpoint of a run; relax-hpc convert {path} {made}, and name {made}"
+        target = run / f"{path.name}-hf"
+        return (
+            f"found a checkpoint of a run; run `relax-hpc convert {path} {target}`, and name "
+            f"{target}"
+        )
     if not (path / "config.yaml").is_file() or (path / "config.json").is_file():
         return ""
     versions = sorted(path.glob("weights/i*-v*/model/config.json"))
-    newest = (
-        f"{versions[-1].parent}, its newest weights"
-        if versions
-        else "a checkpoint of it, once it is converted"
-    )
-    return f"found a run, which is no model; name {newest}"
+    model = "a checkpoint of it, after converting it"
+    if versions:
+        model = f"{versions[-1].parent}, its newest weights"
+    return f"found a run, which is not a model; name {model}"
 
 
 def spec_at(config: ModelConfig) -> ModelSpec:
-    """Spec in config.json of `config.path`, all that need be there, or of the tiny model.
-    ConfigError: it is not in order."""
+    """Spec in config.json of `config.path`, or of the tiny model; other files are not read.
+
+    ConfigError: config.json has a mistake.
+    """
     if not config.path:
         from relax_hpc.training.models.tiny_model import model_config
 
@@ -110,33 +117,34 @@ def spec_at(config: ModelConfig) -> ModelSpec:
     return spec_from_config(read_json_object(Path(config.path) / "config.json"), config.ignore_keys)
 
 
-def unread() -> list[str]:
-    """Packages that are not installed here, without which tokenizers are not read."""
+def missing_packages() -> list[str]:
+    """Packages without which tokenizers cannot be read, and which are not installed here."""
     return [name for name in ("tokenizers",) if find_spec(name) is None]
 
 
-def _look(path: Path, config: ModelConfig) -> Model:
-    """Everything that is wrong with the files, and the sizes if config.json is in order."""
-    about, spec = path / "config.json", None
+def _read_model(path: Path, config: ModelConfig) -> ModelFiles:
+    """Mistakes in the files of a model, and its spec if config.json has none."""
+    config_json = path / "config.json"
+    model = ModelFiles()
     try:
-        found = read_json_object(about)
-        wrong = [f"{about}: {one}" for one in config_problems(found, config.ignore_keys)]
-        spec = None if wrong else spec_from_config(found, config.ignore_keys)
+        settings = read_json_object(config_json)
+        mistakes = [
+            f"{config_json}: {text}" for text in config_problems(settings, config.ignore_keys)
+        ]
+        if not mistakes:
+            model.spec = spec_from_config(settings, config.ignore_keys)
     except ConfigError as error:
-        wrong = [str(error)]
-    model = Model(spec=spec)
-    wrong += _weights(path, model)
+        mistakes = [str(error)]
+    mistakes += _weights(path, model)
     try:
-        model.tokenizer = _tokenizer(path, spec.vocab if spec else 0)
+        model.tokenizer = _tokenizer(path, model.spec.vocab if model.spec else 0)
     except ConfigError as error:
-        # End tokens are looked for in config.json too.
-        wrong += (
-            []
-            if any(str(about) in one for one in wrong) and str(about) in str(error)
-            else [str(error)]
-        )
-    # Keys and names of tensors are foreign text.
-    model.problems = list(map(escape_line, wrong))
+        # The tokenizer reads config.json for the end tokens; do not report its mistakes twice.
+        is_reported = any(str(config_json) in text for text in mistakes)
+        if not (is_reported and str(config_json) in str(error)):
+            mistakes.append(str(error))
+    # Names of keys and tensors may hold control characters or line breaks.
+    model.problems = list(map(escape_line, mistakes))
     return model
 
 
@@ -145,47 +153,49 @@ def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
         from relax_hpc.data.tokenizer import making
 
         raise ConfigError(f"found no tokenizer.json in {path}; {making(path)}")
-    if "tokenizers" in unread():
+    if "tokenizers" in missing_packages():
         return None
-    found = _load_tokenizer(path, tuple(stamp(path / name) for name in _TOKENIZER_FILES))
-    if vocab and found.vocab_size > vocab:
+    tokenizer = _load_tokenizer(path, tuple(file_stamp(path / name) for name in _TOKENIZER_FILES))
+    if vocab and tokenizer.vocab_size > vocab:
         raise ConfigError(
-            f"{path / 'tokenizer.json'}: {found.vocab_size} tokens, but vocab_size of config.json "
-            f"is {vocab}; they are of different models"
+            f"{path / 'tokenizer.json'}: found {tokenizer.vocab_size} tokens, allowed: vocab_size "
+            f"of config.json, {vocab}; the two files are of different models"
         )
-    return found
+    return tokenizer
 
 
 @functools.lru_cache(maxsize=4)
 def _load_tokenizer(path: Path, _: tuple[tuple[int, ...], ...]) -> Tokenizer:
-    """Tokenizer of a directory, kept: large ones take a second, and several checks ask for them."""
+    """Tokenizer of a directory; cached, because a large one takes a second to read.
+
+    The second argument has the stamps of its files.
+    """
     from relax_hpc.data.tokenizer import load_tokenizer
 
     return load_tokenizer(path)
 
 
-def stamp(path: Path) -> tuple[int, ...]:
-    """Stamp of a file that changes with it; empty if it is not there."""
+def file_stamp(path: Path) -> tuple[int, ...]:
+    """Inode, size and time of a file, which change with its content; empty if it is missing."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _weights(path: Path, model: Model) -> Iterator[str]:
-    """Mistakes in the weights, by their names and headers; with the tensors if the model is
-    known."""
+def _weights(path: Path, model: ModelFiles) -> Iterator[str]:
+    """Mistakes in the names and headers of the weights; with a spec also missing tensors."""
     try:
         files = weight_files(path)
-        tensors = _stored_tensors(path, tuple(map(stamp, files)))
+        stamps = tuple(map(file_stamp, files))
+        tensors = _stored_tensors(path, stamps)
         model.shapes |= {name: stored.shape for name, (_, stored) in tensors.items()}
         if model.spec:
-            check_names(
-                model.spec, split_into_pieces(model.spec, model.shapes, model.shapes)[1], str(path)
-            )
+            pieces = split_into_pieces(model.spec, model.shapes, model.shapes)[1]
+            check_names(model.spec, pieces, str(path))
             if model.spec.tied:
-                _check_tied(path, tuple(map(stamp, files)), model.spec.output, model.spec.embedding)
+                _check_tied(path, stamps, model.spec.output, model.spec.embedding)
     except ConfigError as error:
         yield str(error)
 
@@ -194,7 +204,7 @@ def _weights(path: Path, model: Model) -> Iterator[str]:
 def _stored_tensors(
     path: Path, _: tuple[tuple[int, ...], ...]
 ) -> dict[str, tuple[Path, StoredTensor]]:
-    """Tensors of a directory, kept while its files are the same: several checks ask for them."""
+    """Tensors of a directory; cached for several checks, until the stamps of its files change."""
     return stored_tensors(path)
 
 
@@ -202,5 +212,5 @@ def _stored_tensors(
 def _check_tied(
     path: Path, stamps: tuple[tuple[int, ...], ...], output: str, embedding: str
 ) -> None:
-    """See `check_tied`, which reads two large tensors; repeated if the files change."""
+    """Call `check_tied`, which reads two large tensors; cached until the files change."""
     check_tied(_stored_tensors(path, stamps), output, embedding)

@@ -1,4 +1,4 @@
-"""Programs of the policy that a run would run, and whether this machine can run them."""
+"""Check that this machine can start the jails in which programs of the policy run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from relax_hpc.rewards.jail import Jail
 
 
 def check_programs(config: Config) -> Iterator[str]:
-    """Run a program as reward `code` and tool `python` would, if this machine is the run's node.
+    """Start a jail as reward `code` and tool `python` would, if the run uses this machine.
 
-    Yields a line for each of them that cannot. Nodes of a cluster may differ from the machine that
-    submits: `doctor --deep` checks them.
+    Yields a line for each that fails. Nodes of a cluster may differ from the machine that submits:
+    `doctor --deep` checks them.
     """
     if config.layout != "local" or config.site.name:
         return
     try:
-        programs = programs_of(config)
+        programs = jail_settings(config)
     except ConfigError:
         return  # Another check names the wrong option of the tool.
     for key, settings in programs.items():
@@ -31,15 +31,17 @@ def check_programs(config: Config) -> Iterator[str]:
             yield str(error)
 
 
-def programs_of(config: Config) -> dict[str, CodeSettings]:
+def jail_settings(config: Config) -> dict[str, CodeSettings]:
     """Settings of the jails of a run, for training and for evaluations, by their keys.
 
     ConfigError: an option of the tool `python` is not allowed.
     """
-    names = (config.rollout.reward, config.eval.reward)
-    programs = {}
-    if any(leaf == "code" for name in names if name for _, leaf in parts_of(name, config.reward)):
-        programs["reward.code"] = config.reward.code
-    if (options := options_of("python", config.environment.options)) is not None:
-        programs[python.KEY] = python.settings_of(options)
-    return programs
+    jails = {}
+    for name in (config.rollout.reward, config.eval.reward):
+        leaves = [leaf for _, leaf in parts_of(name, config.reward)] if name else []
+        if "code" in leaves:
+            jails["reward.code"] = config.reward.code
+    options = options_of("python", config.environment.options)
+    if options is not None:
+        jails[python.KEY] = python.settings_of(options)
+    return jails

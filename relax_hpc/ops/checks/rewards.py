@@ -1,4 +1,4 @@
-"""Checks of the rewards that a configuration names, a line for each mistake."""
+"""Checks of the rewards that a configuration names."""
 
 from __future__ import annotations
 
@@ -17,29 +17,24 @@ from relax_hpc.rollout.engines.sglang.flags import check_flags
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.tasks import get_task
 
-SETTLED_HERE = ("format", "remote", "judge")
-"""Rewards whose settings are looked at by making one."""
+CONFIGURED_REWARDS = ("format", "remote", "judge")
+"""Rewards that check their settings when they are created."""
 
 
 def check_rewards(config: Config) -> Iterator[str]:
-    """Check rollout.reward and eval.reward, the rewards that they are made of, and
-    rollout.filter."""
-    yield from _unnamed(config)
+    """Check rollout.reward, eval.reward, the rewards that they combine, and rollout.filter."""
+    yield from _default_reward(config)
     leaves = set[str]()
-    # A task's own is there with the task.
-    for key, name in (
-        ("rollout.reward", config.rollout.reward),
-        ("eval.reward", config.eval.reward),
-    ):
+    # Without a name the reward is that of the task, which `_data` checks.
+    names = {"rollout.reward": config.rollout.reward, "eval.reward": config.eval.reward}
+    for key, name in names.items():
         for inner, leaf in parts_of(name, config.reward) if name else ():
             if not leaf:
-                yield (
-                    f"{inner}: found nothing, or itself within it, allowed: names of other rewards"
-                )
+                yield f"{inner}: found nothing, or the reward itself, allowed: other rewards"
             elif leaf not in leaves:
                 leaves.add(leaf)
-                yield from _of(inner or key, leaf, config)
-    yield from _servers(config, "judge" in leaves)
+                yield from _check_reward(inner or key, leaf, config)
+    yield from _check_judge(config, "judge" in leaves)
     if config.rollout.filter:
         try:
             text = describe_mismatch(get_filter(config.rollout.filter), "rewards")
@@ -49,9 +44,8 @@ def check_rewards(config: Config) -> Iterator[str]:
             yield f"rollout.filter: {str(error).partition(': ')[2]}"
 
 
-def _unnamed(config: Config) -> Iterator[str]:
-    """Whether a run would learn from the default reward of the demo, because neither it nor its
-    task names one."""
+def _default_reward(config: Config) -> Iterator[str]:
+    """Check that the run or its task names a reward: the default is only for the demo."""
     if config.rollout.reward or config.algorithm.from_file:
         return
     try:
@@ -60,11 +54,9 @@ def _unnamed(config: Config) -> Iterator[str]:
         return  # Another check names the mistake in the task.
     if task.makes("reward"):
         return
-    source = (
-        f"data.task {config.data.task!r}, which has no reward"
-        if config.data.task
-        else "prompts of files"
-    )
+    source = "prompts from files"
+    if config.data.task:
+        source = f"data.task {config.data.task!r}, which has no reward"
     yield (
         f"rollout.reward: found nothing with {source}, allowed: the reward to learn from, such as "
         "math, math_answer, exact, f1, multiple_choice, environment, or a function of yours as "
@@ -72,25 +64,28 @@ def _unnamed(config: Config) -> Iterator[str]:
     )
 
 
-def _servers(config: Config, asked: bool) -> Iterator[str]:
-    """Whether a judge of the run's own is ``asked``, and may be started so."""
-    if not (group := group_with(config, "genrm")):
+def _check_judge(config: Config, is_named: bool) -> Iterator[str]:
+    """Check the role genrm; ``is_named``: a reward of the run is `judge`."""
+    group = group_with(config, "genrm")
+    if not group:
         return
     yield from check_flags(config, "genrm.flags", config.genrm.flags)
-    if not asked:
+    if not is_named:
         yield (
-            f"groups.{group}.roles: found genrm, and judge neither in rollout.reward nor in "
-            "eval.reward; name it, or remove the role"
+            f"groups.{group}.roles: found genrm, but judge is neither in rollout.reward nor in "
+            "eval.reward; name it there, or remove the role"
         )
     for key in ("url", "endpoints"):
-        if found := getattr(config.reward.judge, key):
+        value = getattr(config.reward.judge, key)
+        if value:
             yield (
-                f"reward.judge.{key}: found {found!r} beside role genrm in group {group}, "
-                "allowed: one of both"
+                f"reward.judge.{key}: found {value!r} and role genrm in group {group}, "
+                "allowed: only one of them"
             )
 
 
-def _of(key: str, name: str, config: Config) -> Iterator[str]:
+def _check_reward(key: str, name: str, config: Config) -> Iterator[str]:
+    """Check that the reward ``name`` exists and accepts the settings of the run."""
     try:
         find_reward(name)
         if ":" in name:
@@ -99,24 +94,24 @@ def _of(key: str, name: str, config: Config) -> Iterator[str]:
         yield f"{key}: {str(error).partition(': ')[2]}"
         return
     if name == "code":
-        yield from _time(config)
+        yield from _code_time(config)
     if name in ("math", "math_boxed"):
         yield from _math_time(config)
-    if name in SETTLED_HERE:
+    if name in CONFIGURED_REWARDS:
         try:
             get_reward(name, reward_settings(config))
         except ConfigError as error:
             yield str(error)
 
 
-def _time(config: Config) -> Iterator[str]:
-    limit, count = config.rollout.reward_timeout_s, config.samples_per_prompt
-    if (found := config.reward.code.timeout_s) * count > limit:
+def _code_time(config: Config) -> Iterator[str]:
+    limit_s, count = config.rollout.reward_timeout_s, config.samples_per_prompt
+    timeout_s = config.reward.code.timeout_s
+    if timeout_s * count > limit_s:
         yield (
-            f"reward.code.timeout_s: found {found:g}, allowed: at most {limit / count:.3g}, "
-            "rollout.reward_timeout_s, "
-            f"{limit:g}, divided by samples_per_prompt, {count}; else programs that never end "
-            "would fail their group"
+            f"reward.code.timeout_s: found {timeout_s:g}, allowed: at most {limit_s / count:.3g} "
+            f"(rollout.reward_timeout_s {limit_s:g} / samples_per_prompt {count}); else programs "
+            "that never end would make their prompt group fail"
         )
 
 
@@ -125,5 +120,5 @@ def _math_time(config: Config) -> Iterator[str]:
     if limit_s < needed_s:
         yield (
             f"rollout.reward_timeout_s: found {limit_s:g}, allowed with reward math: at least "
-            f"{needed_s:g}; else expressions that take too long would fail their prompt group"
+            f"{needed_s:g}; else expressions that take too long would make their prompt group fail"
         )

@@ -20,7 +20,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.row_files import data_sets, folder_and_split
 from relax_hpc.environments.tools import options_of
 from relax_hpc.net.transport.choice import planes_wanted
-from relax_hpc.ops.checks.programs import programs_of
+from relax_hpc.ops.checks.programs import jail_settings
 from relax_hpc.ops.doctor.gpus import engine_roles
 from relax_hpc.ops.doctor.probe import TOKEN
 
@@ -106,7 +106,7 @@ class Probe:
             arguments.append("--gpus")
             if roles & engine_roles(config):
                 arguments.append("--engines")
-        programs = {key: asdict(settings) for key, settings in programs_of(config).items()}
+        programs = {key: asdict(settings) for key, settings in jail_settings(config).items()}
         if "rollout" in roles and programs:
             arguments.append(f"--code={json.dumps(programs)}")
         arguments += ["--interfaces", *_interfaces(config)]
