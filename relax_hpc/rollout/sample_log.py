@@ -240,7 +240,7 @@ def _members(path: Path) -> Iterator[bytes]:
     except ForeignFileError:
         raise
     except (OSError, ValueError):
-        # Gone, not ours to read, or empty.
+        # PeerGone, not ours to read, or empty.
         return
 
 

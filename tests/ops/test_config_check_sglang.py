@@ -73,7 +73,10 @@ def test_values_that_sglang_does_not_take_for_a_flag(flag: str, value: Any, allo
         ("atention_backend", "did you mean attention_backend?"),
         ("tensor_parallel_size", "did you mean tp_size?"),
         ("tp", "did you mean tp_size?"),
-        ("gpu_memory_utilization", "vLLM's gpu_memory_utilization is mem_fraction_static there"),
+        (
+            "gpu_memory_utilization",
+            "vLLM's gpu_memory_utilization is mem_fraction_static in SGLang",
+        ),
     ],
 )
 def test_an_unknown_flag_of_sglang_names_the_right_one(flag: str, hint: str) -> None:

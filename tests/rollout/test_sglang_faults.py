@@ -30,7 +30,7 @@ from relax_hpc.rollout.engines.engine import EngineFault  # noqa: E402
 from relax_hpc.rollout.engines.sglang import process as sglang_process  # noqa: E402
 from relax_hpc.rollout.engines.sglang import server as sglang_server  # noqa: E402
 from relax_hpc.rollout.engines.sglang.engine import SglangEngine, judge_arguments, server_arguments  # noqa: E402
-from relax_hpc.rollout.engines.sglang.session import Session  # noqa: E402
+from relax_hpc.rollout.engines.sglang.session import ProcessSession  # noqa: E402
 from tests.base.test_last_error import CONSEQUENCE, SGLANG  # noqa: E402
 from tests.helpers.engine_helpers import make_config, request, session_of  # noqa: E402
 
@@ -202,7 +202,7 @@ def test_processes_that_a_security_module_hides_are_no_members(
         return getsid(pid)
 
     monkeypatch.setattr(os, "getsid", hiding)
-    session = object.__new__(Session)
+    session = object.__new__(ProcessSession)
     session.leader = SimpleNamespace(pid=getsid(0))
     members = {process.pid for process in session.members()}
     assert os.getpid() in members and os.getppid() not in members
@@ -292,7 +292,7 @@ def test_memory_that_a_server_took_late_is_known_when_it_has_died() -> None:
         pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
         words = (sys.executable, "-c", MAPS, str(path))
         leader = await asyncio.create_subprocess_exec(*words, start_new_session=True, **pipes)
-        session = Session(leader)
+        session = ProcessSession(leader)
         assert leader.stdin and leader.stdout
         async with asyncio.timeout(20):
             await leader.stdout.readexactly(6)
@@ -351,7 +351,7 @@ def test_each_replica_has_gpus_of_its_own(place: Path) -> None:
     config = make_config("sglang", flags={"tp_size": 2})
     config.model.device = "cuda"
     assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 4
-    arguments = server_arguments(config, 2, place, Version(1, 0), place=0)
+    arguments = server_arguments(config, 2, place, Version(1, 0), local_number=0)
     assert arguments["base_gpu_id"] == 0 and arguments["random_seed"] == config.seed + 2, (
         "first of another node"
     )
@@ -406,7 +406,7 @@ def test_ranks_of_one_server_meet_in_memory_also_where_its_flags_say_that_they_a
         "NCCL_SOCKET_IFNAME",
     ):
         monkeypatch.setenv(name, "")
-    sglang_server._stay_private(flags)
+    sglang_server._use_private_rendezvous(flags)
     assert os.environ[override].startswith("file:///proc/") == private
 
 

@@ -14,7 +14,7 @@ import pytest
 from relax_hpc.base.routes import NAME, RouteShape
 from relax_hpc.rollout.attempt import Attempt, answer_of
 from relax_hpc.rollout.engines.engine import Episode, GenerateRequest, Generation
-from relax_hpc.rollout.engines.sglang.stream import Response
+from relax_hpc.rollout.engines.sglang.stream import StreamedResponse
 from relax_hpc.rollout.samples import group_rows
 from tests.helpers.routes_helpers import declared_fixture  # noqa: F401
 from tests.helpers.turns_helpers import Drawing, player, start
@@ -47,7 +47,7 @@ class Reading(Drawing):
     async def __call__(self, request: GenerateRequest) -> Generation:
         self.number += 1
         assert request.draft
-        response = Response(request, self.version, SHAPE)
+        response = StreamedResponse(request, self.version, SHAPE)
         known = len(request.draft.token_versions)
         drawn = (
             await super().__call__(replace(request, draft=request.draft.fresh_copy()))

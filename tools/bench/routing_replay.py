@@ -268,7 +268,7 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
     from relax_hpc.data.prompts import Prompt
     from relax_hpc.queue.plan import UNSCORED
     from relax_hpc.queue.storage.shard import pack, unpack
-    from relax_hpc.rollout.engines.sglang.stream import Response
+    from relax_hpc.rollout.engines.sglang.stream import StreamedResponse
     from relax_hpc.rollout.samples import bad_routes, rows_of
     from relax_hpc.training.models.batches import collate
     from relax_hpc.training.route_agreement import RouteAgreement
@@ -282,7 +282,7 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
         found = []
         for k, answer in enumerate(answers):
             request = GenerateRequest(prompt.token_ids, "p", k, Sampling(1.0, 1.0, (), 0), RESPONSE)
-            response = Response(request, SERVED, shape if replay == "on" else None)
+            response = StreamedResponse(request, SERVED, shape if replay == "on" else None)
             response.add(answer)
             found.append(await response.answer)
         return found
@@ -339,8 +339,8 @@ def own_time(on: bool) -> Iterator[list[float]]:
         return timed(function, layer, scores, topk, *groups, counted)
 
     places = [
-        (stream.Routes, "add"),
-        (stream.Response, "_with_routes"),
+        (stream.ReceivedRoutes, "add"),
+        (stream.StreamedResponse, "_all_routes"),
         (samples, "_extras"),
         (RouteShape, "fault"),
     ]

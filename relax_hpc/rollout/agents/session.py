@@ -139,7 +139,7 @@ class Session:
     ) -> Reply:
         """Reply to a request; to one that its client ``repeats``, or that has the ``idempotency``
         key of another one, the same. If this is cancelled, the client has hung up: without anybody
-        else who waits, the request is taken back. Gone: the episode has ended."""
+        else who waits, the request is taken back. PeerGone: the episode has ended."""
         name = hashlib.sha256(f"{path}\n{idempotency}\n".encode() + body).digest()
         request = self._requests.get(name) if repeats or idempotency else None
         if not request or request.is_taken_back:

@@ -60,7 +60,8 @@ class SimulatedEngine:
         """See `Engine.start`."""
         require_model(self._model_dir)
         self._tokenizer = load_tokenizer(self._model_dir)
-        banned = {place.placeholder for place in places_of(self._model_dir).values()}
+        media_rules = places_of(self._model_dir).values()
+        banned = {rules.placeholder for rules in media_rules}
         vocabulary = range(self._tokenizer.vocab_size)
         self._candidates = [token for token in vocabulary if token not in banned]
         """Tokens that may be sampled: all but the placeholders of media."""
@@ -98,11 +99,11 @@ class SimulatedEngine:
         """Do nothing: the engine holds no device memory."""
 
     async def wait_dead(self) -> str:
-        """Never return: the engine has no process of its own."""
+        """Never return: the engine starts no process."""
         return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
-        """Do nothing: the engine has no process of its own."""
+        """Do nothing: the engine starts no process."""
 
     async def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation | BadAnswer]:
         responses: list[SimulatedResponse] = []

@@ -120,11 +120,11 @@ class TransformersEngine:
         await asyncio.to_thread(move, self._model, "cpu")
 
     async def wait_dead(self) -> str:
-        """Never return: the engine has no process of its own."""
+        """Never return: the engine starts no process."""
         return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
-        """Do nothing: the engine has no process of its own."""
+        """Do nothing: the engine starts no process."""
 
     def _swap(self, directory: Path, version: Version) -> None:
         with self._weights_lock:
@@ -206,7 +206,7 @@ class _ThreadRequest:
             return await asyncio.shield(self._thread)
         except asyncio.CancelledError:
             self._is_cancelled.set()
-            # Retrieve the exception, because asyncio logs one that nobody retrieves.
+            # Retrieve the exception, because asyncio logs one that is never retrieved.
             self._thread.add_done_callback(lambda ended: ended.exception())
             raise
 

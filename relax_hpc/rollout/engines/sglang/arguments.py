@@ -1,6 +1,6 @@
-"""Server arguments that the installed SGLang knows, read from its source: names, types and choices.
+"""Server arguments of the installed SGLang, read from its source: names, types and choices.
 
-Importing SGLang takes seconds, and needs packages that only nodes have.
+An import of SGLang would take seconds, and needs packages that only compute nodes have.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ _DISTANT_CHOICES = {
     "tool_call_parser": ("srt/function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES"),
     "reasoning_parser": ("srt/parser/reasoning_parser_names.py", "REASONING_PARSER_NAMES"),
 }
-"""Arguments whose choices SGLang 0.5.21 adds when it builds its parser -> the file and the list."""
+"""Arguments whose choices SGLang 0.5.21 adds when it builds its parser -> the file and the list of
+choices."""
 _AUTO_PARSERS = ("tool_call_parser", "reasoning_parser")
-"""Arguments of these that also take `auto`."""
+"""Those of these arguments that also accept `auto`."""
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 _POSITIVE = (
     *("tp_size", "pp_size", "dp_size", "ep_size", "context_length", "page_size"),
     *("max_running_requests", "max_total_tokens", "stream_interval"),
 )
-"""Arguments that must be above 0. SGLang checks this late, or not at all."""
+"""Arguments that must be above 0. SGLang 0.5.21 checks this late, or not at all."""
 Constants = Mapping[str, tuple[Any, ...]]
 
 
@@ -50,16 +51,16 @@ class ServerArgument:
     """A server argument as SGLang declares it."""
 
     type_name: str = ""
-    """bool, int, float, str or Dict; empty: another, which is not checked."""
+    """bool, int, float, str or Dict; empty: another type, which is not checked."""
     choices: tuple[Any, ...] = ()
-    """Values that it takes; empty: any of its type."""
+    """Accepted values; empty: any value of the type."""
     is_list: bool = False
-    """Whether it takes a list of values of that type."""
+    """Whether it accepts a list of values of the type."""
     aliases: tuple[str, ...] = ()
-    """Other names of it on SGLang's command line, with underscores."""
+    """Its other names on SGLang's command line, with underscores."""
 
     def misfit(self, value: Any) -> str:
-        """The values that are allowed instead of ``value``; empty: it is allowed, or unknown."""
+        """The allowed values if ``value`` is not allowed; empty: it is allowed, or not checked."""
         if value is None:
             return ""
         if not self.is_list:
@@ -77,22 +78,23 @@ class ServerArgument:
             return f"{', '.join(map(str, self.choices))}{hint}"
         if not self.type_name:
             return ""
-        # In Python True is an integer.
+        # In Python, True is an instance of int.
         is_bool = isinstance(value, bool)
         fits = isinstance(value, _TYPES[self.type_name]) and is_bool == (self.type_name == "bool")
         return "" if fits else _NAMES[self.type_name]
 
 
 def server_arguments() -> Mapping[str, ServerArgument]:
-    """All of them by name; none if there is no SGLang here, or if it declares them elsewhere."""
+    """All server arguments by name; empty if SGLang is not installed, or declares them in other
+    files."""
     spec = find_spec("sglang")
     folders = spec.submodule_search_locations if spec else None
     return _read(tuple(map(Path, folders or ())))
 
 
 def range_misfit(name: str, value: Any) -> str:
-    """Allowed values of ``name``, if ``value`` has the right type and is out of range; empty: it is
-    allowed, or its range is unknown."""
+    """The allowed values of ``name`` if ``value`` is out of range; empty: it is allowed, or the
+    range is unknown. ``value`` has the right type."""
     if value is None:
         return ""
     if name in _POSITIVE and isinstance(value, int) and value < 1:
@@ -129,7 +131,7 @@ def _read(folders: tuple[Path, ...]) -> Mapping[str, ServerArgument]:
 
 
 def _constants(file: Path) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Lists of constants in ``file``, by their names."""
+    """Lists of constants in ``file`` with their names."""
     body = ast.parse(file.read_bytes()).body if file.is_file() else []
     for node in body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -160,14 +162,15 @@ def _argument(annotation: ast.expr, constants: Constants) -> ServerArgument:
         choices = choices or tuple(_literals(ast.List(_elements(kind)), constants))
     type_name = kind.id if isinstance(kind, ast.Name) else _name(kind)
     names = [settings.get("cli_name"), *_nodes(settings.get("aliases"))]
-    aliases = tuple(_as_field(node.value) for node in names if isinstance(node, ast.Constant))
+    aliases = tuple(_as_field(str(node.value)) for node in names if isinstance(node, ast.Constant))
     return ServerArgument(type_name if type_name in _TYPES else "", choices, is_list, aliases)
 
 
 def _inner(kind: ast.expr, generic: str) -> ast.expr:
-    """The type in the brackets of ``generic``; ``kind`` itself if it is another."""
-    is_generic = _name(kind) == generic and isinstance(kind, ast.Subscript)
-    return kind.slice if is_generic else kind
+    """The type in the brackets of ``generic``; ``kind`` itself if it is another type."""
+    if isinstance(kind, ast.Subscript) and _name(kind) == generic:
+        return kind.slice
+    return kind
 
 
 def _nodes(node: ast.expr | None) -> list[ast.expr]:
@@ -180,9 +183,10 @@ def _as_field(option: str) -> str:
 
 
 def _name(node: ast.expr) -> str:
-    """Name before the brackets of ``node``."""
-    is_named = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
-    return node.value.id if is_named else ""
+    """Name before the brackets of ``node``; empty: there are no brackets."""
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        return node.value.id
+    return ""
 
 
 def _elements(node: ast.expr) -> list[ast.expr]:
@@ -192,7 +196,7 @@ def _elements(node: ast.expr) -> list[ast.expr]:
 
 
 def _literals(node: ast.expr | None, constants: Constants) -> tuple[Any, ...]:
-    """Values of a list that is written out, or named; empty if they are computed."""
+    """Values of a literal list or of a named one in ``constants``; empty if they are computed."""
     if isinstance(node, ast.Name):
         return constants.get(node.id, ())
     if not isinstance(node, ast.List | ast.Set | ast.Tuple):

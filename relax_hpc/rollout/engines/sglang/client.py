@@ -1,5 +1,4 @@
-"""SGLang's HTTP protocol, as much of it as a rollout needs (written against 0.5.21; the same in
-0.5.17)."""
+"""Client of SGLang's HTTP protocol, as far as rollout needs it (0.5.21; the same in 0.5.17)."""
 
 from __future__ import annotations
 
@@ -26,27 +25,29 @@ from relax_hpc.rollout.engines.engine import EngineFault, GenerateRequest, Gener
 from relax_hpc.rollout.engines.media import check_places
 from relax_hpc.rollout.engines.sglang import slab_loader
 from relax_hpc.rollout.engines.sglang.data_ranks import DataRanks
-from relax_hpc.rollout.engines.sglang.media import fields_of
-from relax_hpc.rollout.engines.sglang.stream import Events, Response
+from relax_hpc.rollout.engines.sglang.media import request_fields
+from relax_hpc.rollout.engines.sglang.stream import EventParser, StreamedResponse
 from relax_hpc.rollout.engines.update_gate import UpdateGate
 from relax_hpc.training.weights.slab import is_slab
 
 _HEALTH = "/health"
 _HEALTH_TIMEOUT_S = 5.0
-_GIVE_UP_S = 1.0
-"""Seconds for a server to end requests that nobody waits for any more."""
-_ABORT_AGAIN_S = 0.05
-"""Seconds for an aborted request to end, before the server is told again."""
-_TOGETHER = 64
-"""Requests of one HTTP request, unless the configuration says otherwise."""
-_NEVER = -1e4
-"""Bias of the logit of a token that is never drawn; log-probabilities are of what is left."""
+_ABORT_TIMEOUT_S = 1.0
+"""Seconds for the server to end an aborted request."""
+_ABORT_RETRY_S = 0.05
+"""Seconds between two abort requests for the same response."""
+_MAX_BATCH = 64
+"""Most responses of one HTTP request, unless the configuration sets another number."""
+_NEVER_SAMPLED = -1e4
+"""Logit bias of a token that is never sampled. Log-probabilities are renormalized over the rest."""
+_NO_TOP_K = -1
+"""SGLang's value of top_k that keeps all tokens."""
 NO_PLACEHOLDERS: Mapping[str, int] = MappingProxyType({})
-_PAUSES: dict[PartialRollout, str] = {"keep": "in_place", "recompute": "retract"}
+_PAUSE_MODES: dict[PartialRollout, str] = {"keep": "in_place", "recompute": "retract"}
 
 
 class SglangClient:
-    """Requests to one server; make it inside a running event loop. Every call has a deadline from
+    """Requests to one server. Create it inside a running event loop. Each call has a deadline from
     `settings`."""
 
     def __init__(
@@ -56,29 +57,25 @@ class SglangClient:
         settings: EngineConfig,
         version: Version,
         partial: PartialRollout = "keep",
-        together: int = _TOGETHER,
+        max_batch: int = _MAX_BATCH,
         routes: RouteShape | None = None,
         placeholders: Mapping[str, int] = NO_PLACEHOLDERS,
     ) -> None:
-        """``version``: what the server serves. ``partial``: what an update does to running
-        requests. ``together``: how many that come at once are asked in one HTTP request, at most.
-        ``routes``: those that are asked for. ``placeholders``: tokens that stand for media, by
-        kind, which are never drawn."""
+        """``version``: the version that the server serves. ``partial``: how an update treats
+        running requests. ``max_batch``: most responses of one HTTP request. ``routes``: shape of
+        the expert routes to request; None: request none. ``placeholders``: placeholder tokens of
+        media by kind; they are never sampled."""
         headers = {"Content-Type": "application/json"}
         self._key = {"Authorization": f"Bearer {key}"}
-        # A new connection a request: the server closes idle ones, and a request on its way there
-        # would be lost. No limit: the role decides how many are in flight. No proxies: the key
-        # stays between the two.
+        # force_close: SGLang's server closes idle connections, and a request that is sent at that
+        # moment would be lost. limit=0: the role limits the requests in flight. trust_env: the key
+        # must not be sent to a proxy.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(
             url, headers=headers, connector=connector, trust_env=False
         )
-        self._settings, self._version, self._partial, self._routes = (
-            settings,
-            version,
-            partial,
-            routes,
-        )
+        self._settings, self._version = settings, version
+        self._partial, self._routes = partial, routes
         self._placeholders = placeholders
         self._silence = SilenceTimeout(settings.request_timeout_s)
         self._ranks = DataRanks(settings.flags.get("dp_size", 1))
@@ -86,16 +83,15 @@ class SglangClient:
         self._froze_gc = False
         self._unknown_weights = False
         self._released = False
-        self._batcher: Batcher[Response] = Batcher(self._ask, together)
+        self._batcher: Batcher[StreamedResponse] = Batcher(self._send, max_batch)
         self._reading: set[asyncio.Task[None]] = set()
         self.gate = UpdateGate()
         self.pause_s = 0.0
-        """Seconds for which the last update kept requests from going on, or new ones from
-        beginning."""
+        """Seconds for which the last update stopped running requests or delayed new ones."""
 
     async def healthy(self) -> bool:
-        """Whether the server answers and serves; a paused one does not. It answers anybody, and
-        gets no key."""
+        """Whether the server answers. A paused server does not: SGLang 0.5.21 returns 503 then. The
+        path needs no key, so none is sent."""
         try:
             await self._call(_HEALTH, None, _HEALTH_TIMEOUT_S)
         except EngineFault:
@@ -103,8 +99,8 @@ class SglangClient:
         return True
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """See `Engine.generate`. One HTTP request for all that come at once: on a CPU that is the
-        quickest."""
+        """See `Engine.generate`. Requests that arrive together share one HTTP request, which is
+        fastest on a CPU."""
         check_places(request, self._placeholders)
         await self.gate.enter()
         try:
@@ -112,99 +108,103 @@ class SglangClient:
                 raise EngineFault(
                     "update_failed", "the last update failed; the server's weights are unknown"
                 )
-            response = Response(request, self._version, self._routes)
-            with self._ranks.place(request.session) as response.rank:
+            response = StreamedResponse(request, self._version, self._routes)
+            with self._ranks.assign(request.session) as response.rank:
                 if not response.answer.done():
                     self._batcher.add(response)
                 try:
                     answer = await asyncio.shield(response.answer)
                 except asyncio.CancelledError:
-                    await self._give_up(response)
+                    await self._cancel(response)
                     raise
         finally:
             self.gate.leave()
         await self._freeze_gc()
         return answer
 
-    def _ask(self, responses: list[Response]) -> None:
-        """Have the server give each response what it lacks."""
-        by_rank: dict[int | None, list[Response]] = defaultdict(list)
+    def _send(self, responses: list[StreamedResponse]) -> None:
+        """Send one HTTP request for the responses of each data rank."""
+        by_rank: dict[int | None, list[StreamedResponse]] = defaultdict(list)
         for response in responses:
             if not response.answer.done():
                 by_rank[response.rank].append(response)
-        for wanted in by_rank.values():
-            for response in wanted:
+        for batch in by_rank.values():
+            for response in batch:
                 response.name = f"{next(self._numbers):012d}"
-            reading = asyncio.create_task(self._read(wanted))
+            reading = asyncio.create_task(self._read(batch))
             self._reading.add(reading)
             reading.add_done_callback(self._reading.discard)
 
-    async def _read(self, asked: list[Response]) -> None:
-        """Take the server's answer in; what has none by its end has a fault."""
+    async def _read(self, batch: list[StreamedResponse]) -> None:
+        """Read the stream of the server. A response without an end in the stream fails."""
         fault = EngineFault(
-            "wrong_count", f"/generate: some of {len(asked)} requests have no answer"
+            "wrong_count", f"/generate: some of {len(batch)} requests have no answer"
         )
         try:
             with self._silence.for_request():
-                async for piece in self._stream("/generate", self._body(asked)):
+                async for piece in self._stream("/generate", self._body(batch)):
                     self._silence.note_output()
-                    _take(piece, asked)
+                    _add_piece(piece, batch)
         except TimeoutError:
             fault = EngineFault("timeout", f"/generate: no token for {self._silence.seconds} s")
         except EngineFault as error:
             fault = error
         finally:
-            for response in asked:
+            for response in batch:
                 response.fail(fault)
 
-    def _body(self, asked: Sequence[Response]) -> dict[str, Any]:
-        banned = {str(token): _NEVER for token in self._placeholders.values()}
-        media = fields_of([response.request.media for response in asked])
-        return {
-            "input_ids": [response.request.context_ids for response in asked],
-            "sampling_params": [
-                _parameters(response) | ({"logit_bias": banned} if banned else {})
-                for response in asked
-            ],
-            "rid": [response.name for response in asked],
+    def _body(self, batch: Sequence[StreamedResponse]) -> dict[str, Any]:
+        banned = {str(token): _NEVER_SAMPLED for token in self._placeholders.values()}
+        logit_bias = {"logit_bias": banned} if banned else {}
+        body = {
+            "input_ids": [response.request.context_ids for response in batch],
+            "sampling_params": [_parameters(response) | logit_bias for response in batch],
+            "rid": [response.name for response in batch],
             "return_logprob": True,
-            "return_sampling_mask": [response.tells_of_cut for response in asked],
+            "return_sampling_mask": [response.needs_sampling_logprobs for response in batch],
             "stream": True,
-            # Keys and values of other weights are never found.
-            "extra_key": [str(response.begun_by) for response in asked],
-            **({} if asked[0].rank is None else {"routed_dp_rank": asked[0].rank}),
-            **({"return_routed_experts": True} if self._routes else {}),
-            **({"return_prompt_token_ids": True, **media} if media else {}),
+            # SGLang 0.5.21 makes extra_key a part of the radix cache's key, so that a request never
+            # finds keys and values of other weights.
+            "extra_key": [str(response.version) for response in batch],
         }
+        if batch[0].rank is not None:
+            body["routed_dp_rank"] = batch[0].rank
+        if self._routes:
+            body["return_routed_experts"] = True
+        media = request_fields([response.request.media for response in batch])
+        if media:
+            body |= {"return_prompt_token_ids": True, **media}
+        return body
 
-    async def _give_up(self, response: Response) -> None:
-        """Abort a request that nobody waits for: the server would go on with it for 2 s, and have
-        no room to update."""
-        ended = response.answer
+    async def _cancel(self, response: StreamedResponse) -> None:
+        """Abort a cancelled request. SGLang 0.5.21 would continue it for 2 s, and could not be
+        updated meanwhile."""
         if not response.name:
-            response.fail(EngineFault("timeout", "given up before it was asked"))
-        elif not ended.done():
-            # By itself: in a task that is cancelled, asyncio.timeout of Python 3.11.2 ends nothing.
+            response.fail(EngineFault("timeout", "cancelled before it was sent"))
+        elif not response.answer.done():
+            # In another task: in a cancelled task, asyncio.timeout of Python 3.11.2 does not end
+            # its body.
             aborting = asyncio.create_task(self._abort(response))
-            await asyncio.wait([aborting], timeout=_GIVE_UP_S)
+            await asyncio.wait([aborting], timeout=_ABORT_TIMEOUT_S)
             aborting.cancel()
             await asyncio.gather(aborting, return_exceptions=True)
-        response.fail(EngineFault("timeout", "given up"))
+        response.fail(EngineFault("timeout", "cancelled"))
 
-    async def _abort(self, response: Response) -> None:
-        """Have the server end a request; again and again, as it does nothing about one that has not
-        reached it yet."""
+    async def _abort(self, response: StreamedResponse) -> None:
+        # SGLang 0.5.21 ignores the abort of a request that has not reached it yet, so the abort is
+        # repeated.
         while not response.answer.done():
-            await self._call("/abort_request", {"rid": response.name}, _GIVE_UP_S)
-            await asyncio.wait([response.answer], timeout=_ABORT_AGAIN_S)
+            await self._call("/abort_request", {"rid": response.name}, _ABORT_TIMEOUT_S)
+            await asyncio.wait([response.answer], timeout=_ABORT_RETRY_S)
 
-    async def _is_idle(self, patience_s: float) -> bool:
-        """Whether the server is at nothing any more, after some time if need be; its cache is empty
+    async def _wait_idle(self, patience_s: float) -> bool:
+        """Whether the server has no request, at the latest after ``patience_s``. Its cache is empty
         then.
 
-        Only it can tell: it may be at requests that nobody waits for, or not yet through with those
-        it has answered.
+        The server is asked, because it may work on cancelled requests, or may not have cleaned up
+        after requests that it has answered.
         """
+        # SGLang 0.5.21 answers 400 if requests are still running after the timeout.
         with contextlib.suppress(EngineFault):
             await self._call(
                 f"/flush_cache?timeout={patience_s:g}", {}, patience_s + _HEALTH_TIMEOUT_S
@@ -213,25 +213,24 @@ class SglangClient:
         return False
 
     async def update_weights(self, directory: Path, version: Version) -> None:
-        """See `Engine.update_weights`. After a fault, whose weights are unknown, only another
+        """See `Engine.update_weights`. After a fault, the weights are unknown, and only another
         update may follow.
 
-        Running requests stop between two tokens and go on by the new weights, with the keys and
-        values that they have or with new ones; unless they are waited for. A new request never sees
-        keys and values of older weights, which are cached under the version it was asked for by.
-        Updates from disk take no begin/end_weight_update in any version of SGLang; those frame
-        updates by tensors or broadcast, which need them from 0.5.21 on.
+        Unless the update waits for them, running requests pause between two tokens and continue
+        with the new weights. They keep their keys and values, or compute them again. A new request
+        never sees keys and values of older weights: its version is a part of the cache's key.
         """
         limit, began = self._settings.update_timeout_s + read_seconds(directory), time.monotonic()
         async with self.gate.update(when_empty=self._partial == "off"):
-            # After an update that failed it may be paused. What has given its memory back was idle
-            # then, and is still.
-            busy = self.gate.inside > 0 or self._unknown_weights or not await self._is_idle(0.0)
-            busy = busy and not self._released
+            # A server whose memory was released is idle. After a failed update, it may be paused,
+            # so it is treated as busy.
+            is_busy = not self._released and (
+                self.gate.inside > 0 or self._unknown_weights or not await self._wait_idle(0.0)
+            )
             waited = time.monotonic() - began
             self._unknown_weights = True
-            # Asked to flush its cache with the update, SGLang ends itself if it then cannot: where
-            # it has just become busy, or is so still.
+            # flush_cache false: with true, SGLang 0.5.21 exits if the flush fails, which happens
+            # when a request has just arrived or still runs.
             weights = {
                 "model_path": str(directory),
                 "weight_version": str(version),
@@ -240,65 +239,68 @@ class SglangClient:
             weights |= _load_format(directory, self._settings.flags)
             try:
                 with self._silence.suspended():
-                    info = await self._swap(weights, busy, limit)
+                    info = await self._swap(weights, is_busy, limit)
                 self.pause_s += waited
             except EngineFault as fault:
                 raise EngineFault(
                     "update_failed", f"{version} from {directory}: {fault}"
                 ) from fault
-        if (found := info.get("weight_version")) != str(version):
+        served = info.get("weight_version")
+        if served != str(version):
             raise EngineFault(
-                "update_failed", f"the server reports version {found} after an update to {version}"
+                "update_failed", f"the server reports version {served} after an update to {version}"
             )
         self._version, self._unknown_weights = version, False
 
     async def release(self) -> None:
-        """See `Engine.release`: its weights are gone too, and nothing can be asked before the next
-        update."""
+        """See `Engine.release`. The weights are released too, so no request is allowed before the
+        next update."""
         async with self.gate.update(when_empty=True):
             self._unknown_weights = self._released = True
             limit = self._settings.update_timeout_s
-            # Not idle, it would end itself.
-            if not await self._is_idle(limit):
+            # SGLang 0.5.21 asserts in release_memory_occupation that it is idle, and exits if not.
+            if not await self._wait_idle(limit):
                 raise EngineFault(
-                    "timeout", f"requests that were given up are drawn still, after {limit} s"
+                    "timeout", f"the server still works on cancelled requests after {limit} s"
                 )
             await self._call("/release_memory_occupation", {}, limit)
 
-    async def _swap(self, weights: dict[str, Any], busy: bool, limit: float) -> dict[str, Any]:
-        """Update from disk, a ``busy`` server's requests paused meanwhile; what it then says of its
-        model."""
+    async def _swap(self, weights: dict[str, Any], is_busy: bool, limit: float) -> dict[str, Any]:
+        """Update from disk, with the requests of a busy server paused. Return the server's
+        description of its model."""
         started = time.monotonic()
         if self._released:
             await self._call("/resume_memory_occupation", {}, limit)
             self._released = False
-        if busy:
-            await self._call(
-                "/pause_generation", {"mode": _PAUSES.get(self._partial, "in_place")}, limit
-            )
+        if is_busy:
+            mode = _PAUSE_MODES.get(self._partial, "in_place")
+            await self._call("/pause_generation", {"mode": mode}, limit)
+        # From 0.5.21 on, SGLang requires begin_weight_update and end_weight_update around updates
+        # by tensors or broadcasts. No version requires them around an update from disk.
         await self._call("/update_weights_from_disk", weights, limit)
-        if busy:
+        if is_busy:
             await self._call("/continue_generation", {"torch_empty_cache": False}, limit)
         self.pause_s = time.monotonic() - started
         return await self._call("/model_info", None, limit)
 
     async def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         for reading in self._reading:
             reading.cancel()
         await self._session.close()
 
     async def _freeze_gc(self) -> None:
-        """Freeze the server's garbage collector once, after the first batch: without it every tenth
-        batch on a CPU takes 0.4 s more (measured)."""
+        # Once, after the first batch. Unless its garbage collector is frozen, every tenth batch of
+        # SGLang 0.5.21 on a CPU takes 0.4 s longer (measured).
         if not self._froze_gc:
             self._froze_gc = True
             with contextlib.suppress(EngineFault):
                 await self._call("/freeze_gc", {}, self._settings.update_timeout_s)
 
     async def _call(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
-        """POST `body`, or GET if it is None; the JSON answer, or None where the answer is text."""
-        async with self._exchange(path, body, timeout_s) as reply:
+        """POST `body`, or GET if it is None. Return the JSON reply, or None if the reply is
+        text."""
+        async with self._request(path, body, timeout_s) as reply:
             content = await reply.read()
             try:
                 return orjson.loads(content) if reply.content_type == "application/json" else None
@@ -306,23 +308,23 @@ class SglangClient:
                 raise EngineFault("http_error", f"{path}: {error} in {content[:300]!r}") from error
 
     async def _stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The events that answer a POST of `body`, which may take any time."""
-        events = Events()
-        async with self._exchange(path, body, None) as reply:
-            async for part in reply.content.iter_any():
+        """The events of the reply to a POST of `body`, without a time limit."""
+        parser = EventParser()
+        async with self._request(path, body, None) as reply:
+            async for data in reply.content.iter_any():
                 try:
-                    found = events.of(part)
+                    events = parser.feed(data)
                 except ValueError as error:
-                    raise EngineFault("http_error", f"{path}: {error} in {part[:300]!r}") from error
-                for event in found:
+                    raise EngineFault("http_error", f"{path}: {error} in {data[:300]!r}") from error
+                for event in events:
                     yield event
 
     @contextlib.asynccontextmanager
-    async def _exchange(
+    async def _request(
         self, path: str, body: dict[str, Any] | None, timeout_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A request whose answer is good so far; what goes wrong, in the body of the block too, is
-        a fault."""
+        """A reply with status 200. All errors of the exchange become EngineFault, also those in the
+        body of the block."""
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         key = {} if path == _HEALTH else self._key
@@ -343,35 +345,38 @@ class SglangClient:
             raise EngineFault("connection", f"{path}: {error!r}") from error
 
 
-_ALL = -1
-"""SGLang's top_k that leaves all tokens."""
-
-
 def _load_format(directory: Path, flags: Mapping[str, Any]) -> dict[str, str]:
-    """SGLang's loader for ``directory``; without it, SGLang would use the last one again. A loader
-    that changes the weights on their way is the user's choice, and stays."""
+    """The field `load_format` of an update from ``directory``."""
+    # A loader that changes the weights is the user's choice.
     if "load_format" in flags or "quantization" in flags:
         return {}
+    # Always sent, because SGLang 0.5.21 keeps the format of the previous update otherwise.
     return {"load_format": slab_loader.FORMAT if is_slab(directory) else "auto"}
 
 
-def _parameters(response: Response) -> dict[str, Any]:
+def _parameters(response: StreamedResponse) -> dict[str, Any]:
     sampling = response.request.sampling
-    found = {
+    # Only keys that SGLang knows: 0.5.21 answers an unknown sampling parameter with status 500.
+    parameters: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "stop_token_ids": sampling.stop_token_ids,
-        "max_new_tokens": response.missing,
+        "max_new_tokens": response.max_new_tokens,
     }
-    cuts = {"top_k": sampling.top_k or _ALL, "min_p": sampling.min_p} if sampling.is_cut else {}
-    return found | cuts | ({"stop": sampling.stop, "no_stop_trim": True} if sampling.stop else {})
+    if sampling.is_cut:
+        parameters |= {"top_k": sampling.top_k or _NO_TOP_K, "min_p": sampling.min_p}
+    if sampling.stop:
+        # no_stop_trim: SGLang 0.5.21 removes the stop text from the response otherwise, although
+        # the policy has sampled its tokens.
+        parameters |= {"stop": sampling.stop, "no_stop_trim": True}
+    return parameters
 
 
-def _take(piece: dict[str, Any], asked: Sequence[Response]) -> None:
-    """Give a piece of the answer to the response that it is of. EngineFault: it is of none."""
+def _add_piece(piece: dict[str, Any], batch: Sequence[StreamedResponse]) -> None:
+    """Add a piece of the stream to its response. EngineFault: the piece belongs to none."""
     try:
         if "error" in piece:
             raise EngineFault("http_error", f"/generate: {str(piece['error'])[:300]}")
-        asked[piece["index"]].add(piece)
+        batch[piece["index"]].add(piece)
     except (LookupError, TypeError) as error:
         raise EngineFault("http_error", f"/generate: {error!r} in {str(piece)[:300]}") from error

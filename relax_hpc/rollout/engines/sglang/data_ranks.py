@@ -1,5 +1,4 @@
-"""Copies of the model in one server (its flag `dp_size`): who is asked for the next turn of an
-episode."""
+"""Choice of the data-parallel rank (flag `dp_size`) of an SGLang server for each request."""
 
 from __future__ import annotations
 
@@ -7,39 +6,41 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_KEPT = 1 << 16
-"""Sessions whose rank is known; those that were asked last stay."""
+_MAX_SESSIONS = 1 << 16
+"""Sessions whose rank is remembered; the ones used least recently are forgotten."""
 
 
 class DataRanks:
-    """Ranks of one server: a session stays where its keys and values are, a new one goes where
-    least is asked.
+    """The data-parallel ranks of one server. A session stays on the rank that has its keys and
+    values; a new session goes to the rank with the fewest requests.
 
     >>> ranks = DataRanks(2)
-    >>> with ranks.place("a") as first, ranks.place("b") as second, ranks.place("a") as again:
-    ...     first, second, again
+    >>> with ranks.assign("a") as first, ranks.assign("b") as second, ranks.assign("a") as third:
+    ...     first, second, third
     (0, 1, 0)
     """
 
     def __init__(self, count: int) -> None:
-        self._asked = [0] * count
-        """Requests that each is at."""
-        self._of: OrderedDict[str, int] = OrderedDict()
+        self._in_flight = [0] * count
+        """Number of requests in flight on each rank."""
+        self._rank_by_session: OrderedDict[str, int] = OrderedDict()
 
     @contextmanager
-    def place(self, session: str) -> Iterator[int | None]:
-        """Rank that a request of ``session`` goes to; None: the server may choose, as of requests
-        of no session."""
-        if not session or len(self._asked) < 2:
+    def assign(self, session: str) -> Iterator[int | None]:
+        """Rank for a request of ``session``, counted as in flight while the body runs. None: the
+        server may choose, because the request has no session or there is one rank."""
+        if not session or len(self._in_flight) < 2:
             yield None
             return
-        rank = self._of[session] if session in self._of else self._asked.index(min(self._asked))
-        self._of[session] = rank
-        self._of.move_to_end(session)
-        if len(self._of) > _KEPT:
-            self._of.popitem(last=False)
-        self._asked[rank] += 1
+        rank = self._rank_by_session.get(session)
+        if rank is None:
+            rank = self._in_flight.index(min(self._in_flight))
+        self._rank_by_session[session] = rank
+        self._rank_by_session.move_to_end(session)
+        if len(self._rank_by_session) > _MAX_SESSIONS:
+            self._rank_by_session.popitem(last=False)
+        self._in_flight[rank] += 1
         try:
             yield rank
         finally:
-            self._asked[rank] -= 1
+            self._in_flight[rank] -= 1

@@ -1,4 +1,4 @@
-"""The engine of rollout by SGLang: requests to a server of its own."""
+"""The SGLang engine of rollout: an SGLang server as a child process, and requests to it."""
 
 from __future__ import annotations
 
@@ -18,35 +18,41 @@ from relax_hpc.net.rendezvous.network import LOOPBACK
 from relax_hpc.queue.storage.media import placeholders_of
 from relax_hpc.rollout.engines.engine import EngineFault, GenerateRequest, Generation, require_model
 from relax_hpc.rollout.engines.sglang.client import SglangClient
-from relax_hpc.rollout.engines.sglang.flags import ROUTES_FLAG, refuse_own, routes_misfit
+from relax_hpc.rollout.engines.sglang.flags import (
+    ROUTES_FLAG,
+    refuse_reserved_flags,
+    routes_misfit,
+)
 from relax_hpc.rollout.engines.sglang.process import START_FLOOR_S, Launch, ServerProcess
 from relax_hpc.tasks import environment_of
 from relax_hpc.training.models.families import route_shape_of_model
 
 _EXIT_GRACE_S = 1.0
-_TOLD_TOKENS = 64
-"""Tokens of a response between two pieces that the server sends."""
-_HEARD_TOKENS = 256
-"""Tokens of a response between two pieces where nobody needs unfinished ones: a piece is a sign of
-life then, and 120 s of silence is far below what any engine draws."""
+"""Seconds for a server whose connections have failed to end."""
+_SAVED_INTERVAL_TOKENS = 64
+"""Tokens between two pieces of a response if unfinished responses are saved."""
+_SIGN_OF_LIFE_TOKENS = 256
+"""Tokens between two pieces of a response otherwise. A piece then only shows that the server works;
+every engine samples this number well within the timeout of 120 s."""
 _CPU_ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
-    # Without max_total_tokens SGLang takes most of the memory for keys and values. It does not
-    # start if other processes take more than mem_fraction_static of the memory while it loads
-    # weights (seen with 0.1 in SGLang 0.5.21).
+    # Without max_total_tokens SGLang 0.5.21 takes most of the memory for keys and values. It does
+    # not start if other processes take more than mem_fraction_static of the memory while it loads
+    # weights (seen with 0.1).
     "mem_fraction_static": 0.4,
     "max_total_tokens": 16384,
-    # Overlapping the scheduler with the model needs a device beside the CPU; here it costs a third
-    # (measured).
+    # The overlap of scheduler and model needs a device besides the CPU. On a CPU it costs SGLang
+    # 0.5.21 a third of its speed (measured).
     "disable_overlap_schedule": True,
+    # Without it, the idle scheduler of SGLang 0.5.21 polls, which takes 35 % of a core.
     "sleep_on_idle": True,
 }
 
 
 class SglangEngine:
-    """`Engine` by a `ServerProcess`."""
+    """`Engine` with a `ServerProcess`."""
 
     name = "sglang"
 
@@ -57,13 +63,13 @@ class SglangEngine:
         model_dir: Path,
         version: Version,
         log_dir: Path,
-        place: int | None = None,
+        local_number: int | None = None,
     ) -> None:
         self._config, self._settings = config, config.rollout.engine
         self._model_dir, self._version = model_dir, version
         self.server = ServerProcess(
             Launch(
-                arguments=server_arguments(config, replica, model_dir, version, place),
+                arguments=server_arguments(config, replica, model_dir, version, local_number),
                 name=f"engine-{replica}",
                 logs=log_dir,
                 threads=config.threads,
@@ -83,21 +89,28 @@ class SglangEngine:
         """See `Engine.start`."""
         require_model(self._model_dir)
         self._routes = route_shape_of_model(self._model_dir, self._config.model)
-        if self._routes and (misfit := routes_misfit()):
-            raise ConfigError(misfit)
+        if self._routes:
+            misfit = routes_misfit()
+            if misfit:
+                raise ConfigError(misfit)
         self._open.push_async_callback(self.server.close)
         try:
             await self.server.start()
-            shape = self._config.rollout
-            together = shape.groups_per_request * self._config.samples_per_prompt
-            about = shape.partial_rollout, together, self._routes, placeholders_of(self._model_dir)
+            rollout = self._config.rollout
             self._client = SglangClient(
-                self.server.url, self.server.key, self._settings, self._version, *about
+                self.server.url,
+                self.server.key,
+                self._settings,
+                self._version,
+                rollout.partial_rollout,
+                rollout.groups_per_request * self._config.samples_per_prompt,
+                self._routes,
+                placeholders_of(self._model_dir),
             )
             self._open.push_async_callback(self._client.close)
-            limit_s = self._settings.start_timeout_s or START_FLOOR_S + read_seconds(
-                self._model_dir
-            )
+            limit_s = self._settings.start_timeout_s
+            if not limit_s:
+                limit_s = START_FLOOR_S + read_seconds(self._model_dir)
             await self.server.wait_healthy(self._client.healthy, limit_s)
         except BaseException:
             await self.close()
@@ -105,19 +118,19 @@ class SglangEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
-        async with self._name_the_dead():
+        async with self._report_dead_server():
             return await self._client.generate(request)
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`."""
-        async with self._name_the_dead():
+        async with self._report_dead_server():
             await self._client.update_weights(directory, version)
-        # What it has taken since it started, too.
-        await asyncio.to_thread(self.server.remember_memory)
+        # The server may have created more shared memory since its start.
+        await asyncio.to_thread(self.server.register_shared_memory)
 
     async def release(self) -> None:
         """See `Engine.release`."""
-        async with self._name_the_dead():
+        async with self._report_dead_server():
             await self._client.release()
 
     @property
@@ -127,20 +140,20 @@ class SglangEngine:
 
     async def wait_dead(self) -> str:
         """See `Engine.wait_dead`."""
-        ended = await asyncio.shield(self.server.session.ended)
-        return f"{ended}{self.server.quoted_error()}"
+        description = await asyncio.shield(self.server.session.ended)
+        return f"{description}{self.server.quoted_error()}"
 
     async def close(self) -> None:
         """See `Engine.close`."""
         await self._open.aclose()
 
     @contextlib.asynccontextmanager
-    async def _name_the_dead(self) -> AsyncIterator[None]:
-        """Turn the faults that a dead server causes into "dead"; its sockets close just before it
-        has ended.
+    async def _report_dead_server(self) -> AsyncIterator[None]:
+        """Replace the faults of requests to a dead server by "dead". The server's sockets close
+        just before its process ends, so the process gets a moment to end.
 
-        Of a server that has ended nothing is asked, and nothing believed: its port may be somebody
-        else's.
+        Nothing is sent to a server that has ended, and no reply is accepted, because another
+        process may have its port.
         """
         fault: EngineFault | None = None
         ended = self.server.session.ended
@@ -152,55 +165,63 @@ class SglangEngine:
                 if not await self.server.ended(_EXIT_GRACE_S):
                     raise
         if ended.done():
-            why = f" ({fault})" if fault else ""
-            text = f"{ended.result()}{why}{self.server.quoted_error()}"
+            cause = f" ({fault})" if fault else ""
+            text = f"{ended.result()}{cause}{self.server.quoted_error()}"
             raise EngineFault("dead", f"{text}; see {self.server.log}") from fault
 
 
 def server_arguments(
-    config: Config, replica: int, model_dir: Path, version: Version, place: int | None = None
+    config: Config,
+    replica: int,
+    model_dir: Path,
+    version: Version,
+    local_number: int | None = None,
 ) -> dict[str, Any]:
     """ServerArgs fields of a replica, without the key; the user's flags win. Port 0 stands for a
-    free one.
+    free port.
 
-    `place` as in `make_engine`. ConfigError if a flag names what the engine itself must set.
+    `local_number` as in `make_engine`. ConfigError: a flag names an argument that the engine sets.
     """
     settings, flags = config.rollout.engine, config.rollout.engine.flags
-    refuse_own(flags)
-    return {
+    refuse_reserved_flags(flags)
+    saves_tokens = config.rollout.save_partial == "tokens"
+    arguments: dict[str, Any] = {
         "host": LOOPBACK,
         "port": settings.port + replica if settings.port else 0,
         "model_path": str(model_dir),
         "weight_version": str(version),
         "dtype": settings.dtype or config.model.dtype,
         "random_seed": config.seed + replica,
-        "disable_radix_cache": not reads_again(config),
+        "disable_radix_cache": not reuses_cache(config),
         "skip_server_warmup": True,
+        # Without it, each piece of a stream from SGLang 0.5.21 repeats the whole response.
         "incremental_streaming_output": True,
-        "stream_interval": _TOLD_TOKENS
-        if config.rollout.save_partial == "tokens"
-        else _HEARD_TOKENS,
-        **({ROUTES_FLAG: True} if config.model.routing_replay != "off" else {}),
-        **(
-            {"enable_memory_saver": True}
-            if config.colocate and config.model.device == "cuda"
-            else {}
-        ),
-        **with_devices(config, replica if place is None else place, flags),
+        "stream_interval": _SAVED_INTERVAL_TOKENS if saves_tokens else _SIGN_OF_LIFE_TOKENS,
     }
+    if config.model.routing_replay != "off":
+        arguments[ROUTES_FLAG] = True
+    if config.colocate and config.model.device == "cuda":
+        # Without it, SGLang 0.5.21 accepts release_memory_occupation and releases nothing.
+        arguments["enable_memory_saver"] = True
+    if local_number is None:
+        local_number = replica
+    return arguments | add_devices(config, local_number, flags)
 
 
-def reads_again(config: Config) -> bool:
-    """Whether an engine has use for keys and values of what it has read: turns go on from those
-    before. Prompts do not recur within a version, and of another one nothing may be used;
-    retracted, SGLang 0.5.21 would use older ones."""
+def reuses_cache(config: Config) -> bool:
+    """Whether an engine can reuse keys and values of earlier requests.
+
+    A turn of an episode continues the turns before it. Prompts do not recur within a version, and
+    keys and values of another version must not be used.
+    """
+    # In pause mode retract, SGLang 0.5.21 would read keys and values of older weights again.
     return bool(environment_of(config)) and config.rollout.partial_rollout != "recompute"
 
 
-def judge_arguments(config: Config, replica: int, host: str, place: int) -> dict[str, Any]:
-    """The same of a server of the role genrm, which listens at ``host``."""
+def judge_arguments(config: Config, replica: int, host: str, local_number: int) -> dict[str, Any]:
+    """ServerArgs fields of a server of the role genrm, which listens at ``host``."""
     settings = config.genrm
-    refuse_own(settings.flags, "genrm.flags")
+    refuse_reserved_flags(settings.flags, "genrm.flags")
     return {
         "host": host,
         "port": 0,
@@ -208,22 +229,22 @@ def judge_arguments(config: Config, replica: int, host: str, place: int) -> dict
         "dtype": settings.dtype or config.model.dtype,
         "random_seed": config.seed + replica,
         "skip_server_warmup": True,
-        **with_devices(config, place, settings.flags),
+        **add_devices(config, local_number, settings.flags),
     }
 
 
-def with_devices(config: Config, place: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """A server's ``flags``, and the arguments that give it its devices.
+def add_devices(config: Config, local_number: int, flags: dict[str, Any]) -> dict[str, Any]:
+    """A server's ``flags``, and the arguments that select its devices.
 
-    ``place``: its number (from 0) among the servers of its node, which all have these flags.
+    ``local_number``: its number (from 0) among the servers of its node, which all have these flags.
     """
     if config.model.device == "cpu":
         return _CPU_ARGUMENTS | flags
-    return _numa() | flags | {"base_gpu_id": first_device(flags, place)}
+    return _numa_argument() | flags | {"base_gpu_id": first_device(flags, local_number)}
 
 
-def _numa() -> dict[str, list[int]]:
-    """The NUMA domain of each GPU, where all are known: SGLang binds its processes there, within
-    what this one has."""
-    found = numa_of_gpus()
-    return {"numa_node": found} if found and min(found) >= 0 else {}
+def _numa_argument() -> dict[str, list[int]]:
+    # SGLang 0.5.21 binds its processes to the NUMA domain of their GPU, within the CPUs that this
+    # process may use. It needs the domains of all GPUs.
+    domains = numa_of_gpus()
+    return {"numa_node": domains} if domains and min(domains) >= 0 else {}

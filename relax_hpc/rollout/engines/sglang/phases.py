@@ -1,4 +1,4 @@
-"""Phases of the start of an SGLang server, found in its log (0.5.21): a start takes minutes."""
+"""Phases of the start of an SGLang server, read from its log. A start takes minutes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+# Log lines of SGLang 0.5.21. If a later release words them otherwise, a phase is shown for longer.
 _PHASES = (
     (re.compile(rb"Load weight begin"), "SGLang is loading weights"),
     (re.compile(rb"Load weight end"), "SGLang is making room for keys and values"),
@@ -14,12 +15,12 @@ _PHASES = (
     (re.compile(rb"Uvicorn running|fired up and ready"), "SGLang is about to serve"),
 )
 STARTING = "SGLang is starting"
-"""Phase until the server logs a known line: its imports alone take a while."""
-_MOST_BYTES = 1 << 20
+"""Phase until the first known line: the imports take a while."""
+_MAX_READ_BYTES = 1 << 20
 
 
 class Phases:
-    """Follows a log from where it ends now.
+    """Follows a log from its present end.
 
     >>> phases = Phases(Path("engine-0.log"))
     >>> phases.now()
@@ -27,21 +28,23 @@ class Phases:
     """
 
     def __init__(self, log: Path) -> None:
-        self._log, self._at = log, log.stat().st_size if log.exists() else 0
-        self._rest, self._now = b"", STARTING
+        self._log = log
+        self._offset = log.stat().st_size if log.exists() else 0
+        self._partial_line, self._phase = b"", STARTING
 
     def now(self) -> str:
-        """The phase whose line came last."""
+        """The phase of the last known line."""
         with self._log.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._at:
-                # It was cut meanwhile, see `relax_hpc.base.log_rotation`.
-                self._at = 0
-            file.seek(self._at)
-            found = file.read(_MOST_BYTES)
-        self._at += len(found)
-        *lines, self._rest = (self._rest + found).split(b"\n")
+            if file.seek(0, os.SEEK_END) < self._offset:
+                # The log was truncated, see `relax_hpc.base.log_rotation`.
+                self._offset = 0
+            file.seek(self._offset)
+            data = file.read(_MAX_READ_BYTES)
+        self._offset += len(data)
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
-            self._now = next(
-                (words for pattern, words in _PHASES if pattern.search(line)), self._now
-            )
-        return self._now
+            for pattern, phase in _PHASES:
+                if pattern.search(line):
+                    self._phase = phase
+                    break
+        return self._phase

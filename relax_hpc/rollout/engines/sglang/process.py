@@ -25,15 +25,15 @@ from relax_hpc.base.orphaned_memory import sweep_orphaned_memory
 from relax_hpc.net.rendezvous.process import PARENT, clean_environment
 from relax_hpc.rollout.engines.engine import EngineFault
 from relax_hpc.rollout.engines.sglang.phases import Phases
-from relax_hpc.rollout.engines.sglang.session import Session
+from relax_hpc.rollout.engines.sglang.session import ProcessSession
 from relax_hpc.rollout.engines.sglang.toolchain import toolkit_variables
 
 _SERVER = "relax_hpc.rollout.engines.sglang.server"
 _POLL_S = 0.1
 _BACKLOG = 2048
 """Connections that may wait to be accepted, as uvicorn's default."""
-_SETTINGS = frozenset(("server_args.py", "validation_hook.py"))
-"""Files in which SGLang 0.5.21 judges its server arguments: each start has the same errors."""
+_ARGUMENT_FILES = frozenset(("server_args.py", "validation_hook.py"))
+"""Files in which SGLang 0.5.21 checks its server arguments. Their errors recur at each start."""
 START_FLOOR_S = 300.0
 """Seconds for imports and compilation, before and after weights are read."""
 
@@ -43,43 +43,43 @@ class Launch:
     """Settings that a server is started with."""
 
     arguments: dict[str, Any]
-    """Server arguments by name, `host` and `port` among them (0: a free one), without the key."""
+    """Server arguments by name, including `host` and `port` (0: a free one), without the key."""
     name: str
-    """Beginning of the names of its log and of its launch file."""
+    """Prefix of the names of its log and of its launch file."""
     logs: Path
     threads: int
     stop_s: float
-    """Seconds between asking it to end and killing it."""
+    """Seconds between the interrupt and the kill at its end."""
     routes_as_drawn: bool = False
     """See `first_routes`."""
     takes_media: bool = False
-    """Whether prompts may have media, which it reads from their store."""
+    """Whether prompts may have media, which the server reads from their store."""
     flags: str = "rollout.engine.flags"
-    """Key of the configuration that users' arguments come from."""
+    """Configuration key of the arguments that the user sets."""
 
 
 class ServerProcess:
-    """A server with its own session, which dies with this process and with `close`.
+    """A server in a new session. It ends with this process and with `close`.
 
-    Nobody else can take its port: the socket listens from the first moment, and stays open here for
-    as long as requests are sent to it. Its key is made for this server alone.
+    No other process can take its port: this process opens the listening socket before the server
+    starts, and keeps it open as long as requests are sent. The key is created for this server only.
     """
 
-    session: Session
+    session: ProcessSession
     scratch: Scratch
     listening: socket.socket
     key_file: Path
     key: str
-    """Secret that requests to it show. Set, like those above, by `start`."""
+    """Secret of requests to the server. `start` sets it and the attributes above."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.arguments = launch, dict(launch.arguments)
         self.log = launch.logs / f"{launch.name}.log"
         self._open = contextlib.AsyncExitStack()
         self._phases: Phases | None = None
-        self._remembered: set[Path] = set()
+        self._registered: set[Path] = set()
         self._log_start = 0
-        """Bytes that the log had before: of a server that this one replaces."""
+        """Bytes in the log before the start, from a server that this one replaces."""
 
     @property
     def phase(self) -> str:
@@ -92,8 +92,8 @@ class ServerProcess:
         return f"http://{self.arguments['host']}:{self.arguments['port']}"
 
     async def start(self) -> None:
-        """Start the process, which does not serve yet; `close` follows in any case. EngineFault,
-        ConfigError: see `listen`."""
+        """Start the process, which does not serve yet. The caller must call `close` in any case.
+        EngineFault, ConfigError: see `listen`."""
         self.listening = self._open.enter_context(
             listen(self.arguments["host"], self.arguments["port"])
         )
@@ -104,8 +104,8 @@ class ServerProcess:
         await self._launch()
 
     async def wait_healthy(self, healthy: Callable[[], Awaitable[bool]], limit_s: float) -> None:
-        """Return once it is ``healthy``; from then on it ends as a whole. ConfigError, EngineFault:
-        it is not to be."""
+        """Return when the server is ``healthy``. From then on, the end of one of its processes ends
+        all of them. ConfigError, EngineFault: the server did not start."""
         try:
             async with asyncio.timeout(limit_s):
                 while not await healthy():
@@ -114,37 +114,40 @@ class ServerProcess:
         except TimeoutError as error:
             text = f"not healthy in start_timeout_s = {limit_s:g}{self.quoted_error()}"
             raise EngineFault("dead", f"{text}; see {self.log}") from error
-        self.session.watch_parts()
-        self.remember_memory()
+        self.session.watch_children()
+        self.register_shared_memory()
 
     async def ended(self, within_s: float) -> bool:
-        """Whether it has ended, or does so within some seconds."""
+        """Whether the server has ended, or ends within ``within_s``."""
         await asyncio.wait([self.session.ended], timeout=within_s)
         return self.session.ended.done()
 
     async def close(self) -> None:
-        """End it and all that it has started, and remove what it leaves. Safe to call twice."""
+        """End all processes of the server and remove its files. May be called twice."""
         await self._open.aclose()
 
-    def remember_memory(self) -> None:
-        """Have what the server would leave in memory go with its scratch."""
-        # A full disk must not keep it from being closed.
+    def register_shared_memory(self) -> None:
+        """Register the server's shared memory, so that it is removed together with the scratch
+        directory."""
+        # The registration is a file. A full disk must not prevent `close`.
         with contextlib.suppress(OSError):
-            for path in self.session.shared_memory() - self._remembered:
+            for path in self.session.shared_memory() - self._registered:
                 self.scratch.remove_on_close(path)
-                self._remembered.add(path)
+                self._registered.add(path)
 
     async def _launch(self) -> None:
         launch, socket_number = self.launch, self.listening.fileno()
         launch.logs.mkdir(parents=True, exist_ok=True)
-        about = {"server": self.arguments, "key_file": str(self.key_file), "socket": socket_number}
-        about |= {
+        settings = {
+            "server": self.arguments,
+            "key_file": str(self.key_file),
+            "socket": socket_number,
             "routes_as_drawn": launch.routes_as_drawn,
             "flags": launch.flags,
             "takes_media": launch.takes_media,
         }
         file = launch.logs / f"{launch.name}.json"
-        file.write_text(json.dumps(about, indent=2) + "\n")
+        file.write_text(json.dumps(settings, indent=2) + "\n")
         command = (sys.executable, "-m", _SERVER, str(file))
         environment = server_environment(launch.threads, self.scratch.path)
         if self.arguments.get("enable_memory_saver"):
@@ -161,43 +164,43 @@ class ServerProcess:
                 pass_fds=(socket_number,),
                 start_new_session=True,
             )
-        self.session = Session(leader)
-        self.session.ended.add_done_callback(lambda _: self._turn_away())
-        # A server that dies while it starts leaves shared memory that `remember_memory` did not
-        # see. Called last.
+        self.session = ProcessSession(leader)
+        self.session.ended.add_done_callback(lambda _: self._reject_connections())
+        # A server that dies during its start leaves shared memory that `register_shared_memory` has
+        # not seen. The exit stack calls this last.
         self._open.callback(sweep_orphaned_memory)
-        # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not
-        # after an interrupt.
+        # SIGINT and not SIGTERM: after a SIGTERM, SGLang 0.5.21 waits 5 s for running requests. No
+        # caller waits for them here.
         interrupt = functools.partial(leader.send_signal, signal.SIGINT)
         self._open.push_async_callback(self.session.end, interrupt, launch.stop_s)
-        # Of one that is closed before it has started, too.
-        self._open.callback(self.remember_memory)
+        # Also needed if the server is closed before it has started.
+        self._open.callback(self.register_shared_memory)
 
-    def _turn_away(self) -> None:
+    def _reject_connections(self) -> None:
         """Close new connections to a server that has ended.
 
-        The socket stays open until `close`: a process of another user that took the port would get
-        the key with the next request.
+        The socket stays open until `close`. If a process of another user took the port, it would
+        get the key with the next request.
         """
         if self.listening.fileno() < 0:
             return
         loop = asyncio.get_running_loop()
         self.listening.setblocking(False)
-        loop.add_reader(self.listening, self._close_next)
+        loop.add_reader(self.listening, self._close_pending)
         self._open.callback(loop.remove_reader, self.listening.fileno())
-        self._close_next()
+        self._close_pending()
 
-    def _close_next(self) -> None:
+    def _close_pending(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 self.listening.accept()[0].close()
 
     def _raise_start_failure(self) -> None:
-        last = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
+        last_line = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
         if self.session.ended.result().endswith(f"code {EXIT_CONFIG}"):
-            raise ConfigError(last)
+            raise ConfigError(last_line)
         error = read_last_error(self.log, self._log_start)
-        if _SETTINGS.intersection(Path(file).name for file in error.files):
+        if _ARGUMENT_FILES.intersection(Path(file).name for file in error.files):
             text = f"{self.launch.flags}: SGLang refuses them: {error.text}"
             raise ConfigError(f"{text}; see {self.log}")
         ended = f"{self.session.ended.result()} while starting{self.quoted_error()}"
@@ -206,37 +209,43 @@ class ServerProcess:
         raise fault
 
     def quoted_error(self) -> str:
-        """The last error in its log, behind a colon; without one, the last line."""
-        if text := read_last_error(self.log, self._log_start).text:
+        """The last error in its log, after a colon; without an error, the last line."""
+        text = read_last_error(self.log, self._log_start).text
+        if text:
             return f": {text}"
         line = read_last_line(self.log, self._log_start)
         return f"; its log ends with {line!r}" if line else ""
 
 
 def server_environment(threads: int, scratch: Path) -> dict[str, str]:
-    """Environment of this process without what a launcher said about its ranks: the server is not
-    one of them.
+    """Environment of a server: that of this process without the variables of a launcher about
+    ranks, because the server is not one of the ranks.
 
-    ``scratch`` gets its temporary files, among them sockets on which it unpickles what comes. What
-    it compiles others of this user find again.
+    ``scratch`` is the folder of its temporary files. They include sockets over which SGLang 0.5.21
+    exchanges pickles, so the folder must be private. Compiled kernels go to a cache of the user.
     """
-    own = {
+    variables = {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         PARENT: str(os.getpid()),
+        # SGLang 0.5.21 caches the outputs of vision and audio towers, also across updates of the
+        # weights and flushes of its cache. Size 0 turns this off.
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
     }
-    # What a tower has made of media would outlive an update of its weights, and every flush.
-    own["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     inherited = clean_environment()
-    return (
-        inherited | toolkit_variables(inherited) | compile_caches() | own | {"TMPDIR": str(scratch)}
-    )
+    return {
+        **inherited,
+        **toolkit_variables(inherited),
+        **compile_caches(),
+        **variables,
+        "TMPDIR": str(scratch),
+    }
 
 
 def _allocator_for_memory_saver(environment: dict[str, str], server: str) -> dict[str, str]:
-    """The allocator's variables of ``environment`` that a ``server`` with enable_memory_saver needs
-    otherwise."""
+    """Changed allocator variables of ``environment`` for a ``server`` with enable_memory_saver."""
+    # The memory saver of SGLang 0.5.21 does not work with expandable segments of torch's allocator.
     changed = without_expandable_segments(environment)
     for name in changed:
         print(
@@ -249,11 +258,10 @@ def _allocator_for_memory_saver(environment: dict[str, str], server: str) -> dic
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on `port` (0: a free one) of `host`. EngineFault: the port is in use,
-    maybe by a server that is about to end. ConfigError: this process may not listen there.
-
-    One that is bound and does not listen could be taken over by any user of the node, who only has
-    to set SO_REUSEADDR.
+    perhaps by a server that is about to end. ConfigError: this process may not listen there.
     """
+    # create_server also calls listen(). A bound socket that does not listen could be taken over by
+    # any user of the node who sets SO_REUSEADDR.
     try:
         return socket.create_server((host, port), backlog=_BACKLOG)
     except OSError as error:

@@ -1,11 +1,13 @@
-"""`python -m relax_hpc.rollout.engines.sglang.server ARGS.json`: an SGLang server that suits a run.
+"""`python -m relax_hpc.rollout.engines.sglang.server ARGS.json`: an SGLang server for a run.
 
 ARGS.json: {"server": {ServerArgs field: value}, "key_file": path, "socket": number of a descriptor,
 "routes_as_drawn": see `first_routes`, "flags": key of the configuration, "takes_media": whether
-prompts may have some}. The key is read here, so that it is in no command line, environment or log.
-The socket listens already, and is inherited. SGLang's child interpreters import this module again
-before anything else (multiprocessing's spawn), which is how they get the CPU hooks, the loader of
-weights, the redaction and the tie to their parent as well.
+prompts may have media}. The key is read from a file, so that it is in no command line, environment
+or log. The socket is inherited and listens already.
+
+SGLang 0.5.21 starts its child interpreters by multiprocessing's spawn. They import this module
+before anything else, and so get the CPU hooks, the weight loader, the redaction of the key and the
+tie to their parent too.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from relax_hpc.rollout.engines.sglang import first_routes, media, slab_loader
 from relax_hpc.rollout.engines.sglang.cpu import stand_ins
 from relax_hpc.rollout.engines.sglang.flags import ROUTES_FLAG
 
-_OF_ONE_GROUP = {"dist_init_addr": None, "nnodes": 1, "dp_size": 1}
-"""Arguments that are others for servers with several groups of ranks, or on several nodes; they
-meet SGLang's way."""
+_SINGLE_GROUP = {"dist_init_addr": None, "nnodes": 1, "dp_size": 1}
+"""Values of these arguments for a server with one group of ranks on one node. Other servers use
+SGLang's own rendezvous."""
 
 
 def main(settings: dict[str, Any], key: str) -> None:
@@ -39,7 +41,7 @@ def main(settings: dict[str, Any], key: str) -> None:
     _check_flags(
         settings["flags"], settings["server"], list(inspect.signature(ServerArgs).parameters)
     )
-    _stay_private(settings["server"])
+    _use_private_rendezvous(settings["server"])
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
 
@@ -47,7 +49,8 @@ def main(settings: dict[str, Any], key: str) -> None:
         _fork_children()
     _serve_on(socket.socket(fileno=settings["socket"]))
     try:
-        # One key for all endpoints: with an admin key alone, those that generate would be open.
+        # The same key for all endpoints. If only admin_api_key is set, SGLang 0.5.21 serves
+        # /generate without a key.
         run_server(ServerArgs(**settings["server"], api_key=key, admin_api_key=key))
     except KeyboardInterrupt:
         print("interrupted: the engine was closed", file=sys.stderr)
@@ -56,11 +59,12 @@ def main(settings: dict[str, Any], key: str) -> None:
 
 
 def _serve_on(listening: socket.socket) -> None:
-    """Have uvicorn serve on a socket that listens already; SGLang would have it open one of its
-    own."""
+    """Make uvicorn serve on a socket that listens already."""
+    # SGLang 0.5.21 passes host and port to uvicorn, which would open a socket itself.
     from sglang.srt.entrypoints.http_server import uvicorn
 
-    # Non-inheritable again, and closed in copies of this process: no child of it answers requests.
+    # Children must not answer requests: spawned ones do not inherit the socket, forked ones close
+    # it.
     listening.set_inheritable(False)
     os.register_at_fork(after_in_child=listening.close)
     run = uvicorn.Server.run
@@ -68,23 +72,23 @@ def _serve_on(listening: socket.socket) -> None:
 
 
 def _fork_children() -> None:
-    """Have SGLang's processes begin as copies of this one, which has imported what they need, and
-    not from nothing.
-
-    SGLang spawns them for the sake of CUDA, whose state no copy can use.
-    """
+    """Make SGLang fork its processes from this one, which has imported their modules already."""
+    # SGLang 0.5.21 spawns them because a fork cannot use the state of CUDA, which a node without a
+    # GPU does not have.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None
     os.register_at_fork(after_in_child=die_with_parent)
 
 
-def _check_flags(key: str, flags: dict[str, Any], known: list[str]) -> None:
+def _check_flags(key: str, flags: dict[str, Any], known_flags: list[str]) -> None:
     for name in flags:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(
-                name, known, n=1, cutoff=0
+        if name not in known_flags:
+            nearest = difflib.get_close_matches(name, known_flags, n=1)
+            if not nearest:
+                nearest = difflib.get_close_matches(name, known_flags, n=1, cutoff=0)
+            _refuse(
+                f"{key}.{name}: SGLang has no such server argument; the nearest is {nearest[0]}"
             )
-            _refuse(f"{key}.{name}: SGLang has no such server argument; the nearest is {near[0]}")
 
 
 def _refuse(line: str) -> NoReturn:
@@ -92,13 +96,11 @@ def _refuse(line: str) -> NoReturn:
     sys.exit(EXIT_CONFIG)
 
 
-def _stay_private(server: dict[str, Any]) -> None:
-    """Keep torch.distributed from listening on every interface, which its store of a `tcp://`
-    address does.
-
-    The ranks of one node meet in a file in this process's memory instead.
-    """
-    if all(server.get(name, one) == one for name, one in _OF_ONE_GROUP.items()):
+def _use_private_rendezvous(server: dict[str, Any]) -> None:
+    """Let the ranks of one node meet in a file in this process's memory."""
+    # SGLang 0.5.21 uses a tcp:// address, for which torch.distributed's store (2.13) listens on
+    # every interface.
+    if all(server.get(name, value) == value for name, value in _SINGLE_GROUP.items()):
         file = os.memfd_create("rendezvous")
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = (
             f"file:///proc/{os.getpid()}/fd/{file}"
@@ -107,35 +109,38 @@ def _stay_private(server: dict[str, Any]) -> None:
 
 
 def _redact(key: str) -> None:
-    """Keep the key out of log messages: SGLang logs its server arguments, keys and all."""
-    make = logging.getLogRecordFactory()
+    """Remove the key from log messages."""
+    # SGLang 0.5.21 logs its server arguments, including the keys.
+    make_record = logging.getLogRecordFactory()
 
     def factory(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        if key in (message := record.getMessage()):
+        record = make_record(*args, **kwargs)
+        message = record.getMessage()
+        if key in message:
             record.msg, record.args = message.replace(key, "***"), ()
         return record
 
     logging.setLogRecordFactory(factory)
 
 
-def _leave_no_semaphore() -> None:
-    """Progress bars lock each other out over processes by a named semaphore, which a kill would
-    leave in /dev/shm."""
+def _disable_tqdm_semaphore() -> None:
+    """Keep tqdm from creating a named semaphore."""
+    # tqdm locks its output across processes by a named semaphore, which remains in /dev/shm if the
+    # server is killed.
     from tqdm.std import TqdmDefaultWriteLock
 
     TqdmDefaultWriteLock.mp_lock = None
 
 
 def _prepare() -> tuple[dict[str, Any], str]:
-    """Prepare the server and its children before they import SGLang; settings, and the key of the
-    API."""
+    """Prepare the server or one of its children before it imports SGLang. Returns the settings and
+    the key."""
     settings = json.loads(Path(sys.argv[1]).read_bytes())
     die_with_parent()
     set_private_umask()
     key = Path(settings["key_file"]).read_text()
     _redact(key)
-    _leave_no_semaphore()
+    _disable_tqdm_semaphore()
     stand_ins.install()
     slab_loader.install()
     if settings["server"].get(ROUTES_FLAG):

@@ -1,10 +1,9 @@
-"""SGLang's loader of the weights that a node has in memory: straight from the mapped file to the
-device.
+"""SGLang's loader of weights in a node's memory: it copies from the mapped file to the device.
 
-SGLang takes it for its `private` format, by the module name under which `install` makes it known:
-the request to update has the folder's path and that word, and nothing is pickled. The model's own
-`load_weights` says which slices belong to this rank, and where: what it copies from the file is
-caught, and goes by `Transfers`.
+SGLang 0.5.21 imports `sglang.private.private_model_loader` for the load format `private`, a module
+that its distribution does not have. `install` provides it. A request to update contains the path of
+the folder and this format, and no pickle. The model's own `load_weights` selects the slices of this
+rank and their targets. Its copies from the file are intercepted and done by `Transfers`.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ if TYPE_CHECKING:
     from relax_hpc.training.weights.transfers import Transfers
 
 FORMAT = "private"
-"""SGLang's word for a loader that it gets by import."""
+"""SGLang's load format of a loader that is imported."""
 _MODULE = "sglang.private.private_model_loader"
 
 
 def install() -> None:
-    """Have SGLang find the loader in this process. What it costs is spent at the first update."""
+    """Make the loader importable for SGLang in this process. It is created at the first update."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the module, and the package around it, which SGLang's distribution lacks."""
+    """Creates the module and its package."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -48,10 +47,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """See `importlib.abc.Loader`."""
         if module.__name__ == _MODULE:
-            module.PrivateModelLoader = _loader()
+            vars(module)["PrivateModelLoader"] = _loader_class()
 
 
-def _loader() -> type:
+def _loader_class() -> type:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     from relax_hpc.training.weights.slab import open_slab
@@ -60,22 +59,22 @@ def _loader() -> type:
     transfers: dict[torch.device, Transfers] = {}
 
     class SlabLoader(DefaultModelLoader):
-        """Updates alone: a model starts from its directory, by SGLang's own loader."""
+        """Loads updates. A server starts from its model directory with SGLang's own loader."""
 
         def _get_weights_iterator(
             self, source: Any, **_: Any
         ) -> Generator[tuple[str, torch.Tensor], None, None] | Iterator[tuple[str, torch.Tensor]]:
-            # Not in the generator: what is wrong with the folder is to be known before anything is
-            # overwritten.
+            # Not a generator function: errors in the folder must be raised before the first weight
+            # is overwritten.
             return iter(open_slab(Path(source.model_or_path)).items())
 
         @staticmethod
         def load_weights_and_postprocess(
             model: Any, weights: Any, target_device: torch.device
         ) -> None:
-            own = transfers.setdefault(target_device, Transfers(target_device))
+            device_transfers = transfers.setdefault(target_device, Transfers(target_device))
             tensors = list(weights)
-            with copying(own, [tensor for _, tensor in tensors]):
+            with copying(device_transfers, [tensor for _, tensor in tensors]):
                 DefaultModelLoader.load_weights_only(model, tensors, target_device)
             DefaultModelLoader.postprocess_weights(model, target_device)
 
@@ -84,29 +83,29 @@ def _loader() -> type:
 
 @contextmanager
 def copying(transfers: Transfers, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, `target.copy_(source)` of any part of ``tensors``, of mapped memory, goes by
-    ``transfers``."""
+    """Inside the block, ``transfers`` does each `target.copy_(source)` whose source is a part of
+    ``tensors``, which are in mapped memory."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    storages = {one.untyped_storage().data_ptr() for one in tensors}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
-    class Caught(TorchDispatchMode):
+    class CopyInterceptor(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func is torch.ops.aten.copy_.default:
                 target, source = args[:2]
-                mine = (
+                is_mapped = (
                     source.device.type == "cpu" and source.untyped_storage().data_ptr() in storages
                 )
-                if mine and target.shape == source.shape:
+                if is_mapped and target.shape == source.shape:
                     transfers.send([(source, target)])
                     return target
             return func(*args, **(kwargs or {}))
 
     try:
-        with Caught():
+        with CopyInterceptor():
             yield
     finally:
         transfers.wait()

@@ -1,5 +1,5 @@
-"""SGLang's streamed answers, put together: each piece of a response has the tokens that came since
-the last one."""
+"""Assembly of SGLang's streamed responses. Each piece of a stream has the tokens since the piece
+before."""
 
 from __future__ import annotations
 
@@ -22,129 +22,132 @@ from relax_hpc.rollout.engines.engine import (
     checked,
 )
 
-_END = b"\n\n"
+_EVENT_END = b"\n\n"
 _DATA = b"data: "
-_DONE = b"[DONE]"
+_STREAM_END = b"[DONE]"
 
 
-class Events:
-    """Cuts a stream of server-sent events, whose parts come as the network has them.
+class EventParser:
+    """Parser of a stream of server-sent events, which the network may split anywhere.
 
-    >>> events = Events()
-    >>> events.of(b'data: {"index": 0}\\n\\nda'), events.of(b"ta: [DONE]\\n\\n")
+    >>> parser = EventParser()
+    >>> parser.feed(b'data: {"index": 0}\\n\\nda'), parser.feed(b"ta: [DONE]\\n\\n")
     ([{'index': 0}], [])
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._incomplete = b""
 
-    def of(self, part: bytes) -> list[dict[str, Any]]:
-        """The events that ``part`` completes; ValueError if one is no JSON."""
-        *lines, self._rest = (self._rest + part).split(_END)
-        data = [line.removeprefix(_DATA) for line in lines]
-        return [orjson.loads(text) for text in data if text != _DONE]
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The events that ``data`` completes. ValueError: an event is not JSON."""
+        *events, self._incomplete = (self._incomplete + data).split(_EVENT_END)
+        contents = [event.removeprefix(_DATA) for event in events]
+        return [orjson.loads(content) for content in contents if content != _STREAM_END]
 
 
-class Routes:
-    """Routes of a response's tokens and of those before it, as far as they have come."""
+class ReceivedRoutes:
+    """Routes of the tokens of a request and its response, as far as they were received."""
 
     def __init__(self, shape: RouteShape) -> None:
         self.shape = shape
-        self.so_far = shape.without_routes(0)
+        self.values = shape.without_routes(0)
         """Routes from the first token on: uint8 [tokens, layers, chosen, width]."""
 
     def add(self, meta: dict[str, Any], tokens: int) -> None:
-        """Take those that came with a piece, int32 [some, layers, chosen] in base 64, up to the
-        last but one of ``tokens``. BadAnswer: they are none, or with the last piece not all."""
-        if not (text := meta.get(NAME)):
+        """Add the routes in the ``meta`` of a piece: int32 [some, layers, chosen] in base 64, up to
+        the last but one of ``tokens``. BadAnswer: they are malformed, or the last piece does not
+        have all of them."""
+        text = meta.get(NAME)
+        if not text:
             return
         layers, chosen, _ = self.shape.token_shape
         try:
             numbers = np.frombuffer(b"".join(map(base64.b64decode, text.split(","))), "<i4")
-            news = self.shape.pack(numbers.reshape(-1, layers, chosen))
+            new = self.shape.pack(numbers.reshape(-1, layers, chosen))
         except ValueError as error:
             expected = f"{layers} layers, {chosen} of {self.shape.experts} experts each"
             raise BadAnswer(
                 "bad_routes", f"/generate: {NAME}: {error}, expected {expected}"
             ) from error
-        start = tokens - 1 - len(news)
+        start = tokens - 1 - len(new)
         if start and meta["finish_reason"]:
             raise BadAnswer(
                 "bad_routes",
-                f"/generate: {NAME}: found those of {len(news)} tokens, expected {tokens - 1}",
+                f"/generate: {NAME}: found those of {len(new)} tokens, expected {tokens - 1}",
             )
-        # If some are missing, the rest waits for the end, with which all come.
-        if 0 <= start <= len(self.so_far):
-            self.so_far = np.concatenate([self.so_far[:start], news])
+        # After a gap, later routes are ignored until the last piece, which has all of them.
+        if 0 <= start <= len(self.values):
+            self.values = np.concatenate([self.values[:start], new])
 
 
-class Response:
-    """One response while its pieces come; what is certain of it is in the request's draft at once.
+class StreamedResponse:
+    """One response while its pieces arrive. Tokens whose version is certain are added to the
+    request's draft immediately. Create it in a running event loop.
 
-    The server says which weights sampled which tokens when a response has ended. Before that, a
-    piece is certain while the weights that served when the response was asked for serve still. Make
-    it in a running event loop.
+    SGLang 0.5.21 reports the versions of the tokens only at the end of a response. Before the end,
+    the version of a piece is certain if the server still serves the version of the request.
     """
 
     def __init__(
-        self, request: GenerateRequest, begun_by: Version, routes: RouteShape | None = None
+        self, request: GenerateRequest, version: Version, routes: RouteShape | None = None
     ) -> None:
-        """``routes``: shape of those that come; None: none do."""
-        self.request, self.begun_by = request, begun_by
+        """``version``: the version that the server serves at the time of the request. ``routes``:
+        shape of the routes that it sends; None: it sends none."""
+        self.request, self.version = request, version
         self._draft = request.draft or Draft()
-        self._known = self._draft.snapshot()
-        self._asked = len(request.prompt_ids) + len(self._known.token_ids)
-        """Tokens that the server is given."""
+        self._drafted = self._draft.partial()
+        """The tokens of the draft at the time of the request."""
+        self._context_tokens = len(request.prompt_ids) + len(self._drafted.token_ids)
+        """Tokens that the server gets."""
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
-        self._told = 0
-        """Tokens of it that the draft has."""
-        self._routes = Routes(routes) if routes and self._has_routes(self._draft) else None
+        self._added_to_draft = 0
+        """Received tokens that were added to the draft."""
+        self._routes = ReceivedRoutes(routes) if routes and _has_routes(self._draft) else None
         self.name = ""
-        """Name of the request, to the server; empty: it was not asked."""
+        """Name of the request for the server; empty: it was not sent yet."""
         self.rank: int | None = None
-        """Copy of the model that is asked, see `DataRanks`."""
+        """Data-parallel rank that gets the request, see `DataRanks`."""
         self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        """Answer to the request, with an exception where there is none: BadAnswer, or EngineFault
-        if the exchange broke."""
-        if self.missing <= 0:
-            extras = self._known.extras, self._known.before
-            self._end(Generation(*self._whole(np.empty(0, np.int32)), "length", *extras))
-
-    @staticmethod
-    def _has_routes(draft: Draft) -> bool:
-        """Whether a draft has those of all passes that drew it: begun when nobody asked for routes,
-        it never will."""
-        sampled = np.flatnonzero(draft.token_versions)
-        return len(draft.extras.get(NAME, ())) >= (sampled[-1] if len(sampled) else 0)
+        """The response. Its exception is BadAnswer, or EngineFault if the exchange failed."""
+        if self.max_new_tokens <= 0:
+            generation = Generation(
+                *self._all_tokens(np.empty(0, np.int32)),
+                "length",
+                self._drafted.extras,
+                self._drafted.before,
+            )
+            self._end(generation)
 
     @property
-    def tells_of_cut(self) -> bool:
-        """Whether log-probabilities have to be of what top_k, top_p and min_p leave. The server has
-        them beside those of the whole vocabulary, and only where it tells what they are of."""
+    def needs_sampling_logprobs(self) -> bool:
+        """Whether the log-probabilities must be those after top_k, top_p and min_p."""
+        # SGLang 0.5.21 sends them in addition to those of the whole vocabulary, and only together
+        # with the ids of the kept tokens.
         return self.request.sampling.is_cut and self.request.sampling.is_trained
 
     @property
-    def missing(self) -> int:
-        """Tokens that it may get, at most."""
-        return self.request.budget - len(self._known.token_ids)
+    def max_new_tokens(self) -> int:
+        """Most tokens that the server may generate."""
+        return self.request.budget - len(self._drafted.token_ids)
 
     def add(self, piece: dict[str, Any]) -> None:
-        """Add a piece of the response that the server has sent; a malformed piece ends it."""
+        """Add a piece of the response. A malformed piece ends the response."""
         if self.answer.done():
             return
         try:
             token_ids, meta = piece["output_ids"], piece["meta_info"]
             self._check_prompt(piece.get("prompt_token_ids"))
-            logprobs = self._logprobs_of(meta)
+            logprobs = self._read_logprobs(meta)
             self._token_ids += token_ids
             self._logprobs += logprobs
             if self._routes:
-                self._routes.add(meta, self._asked + len(self._token_ids))
-            if finish := meta["finish_reason"]:
+                self._routes.add(meta, self._context_tokens + len(self._token_ids))
+            finish = meta["finish_reason"]
+            if finish:
                 self._finish(finish, meta)
-            elif meta["weight_version"] == str(self.begun_by):
-                self._tell()
+            elif meta["weight_version"] == str(self.version):
+                self._update_draft()
         except EngineFault as fault:
             self.fail(fault)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -154,90 +157,107 @@ class Response:
                 )
             )
 
-    def _check_prompt(self, found: list[int] | None) -> None:
-        """BadAnswer if the server has read another prompt than it was given; of one with media it
-        says which."""
-        asked = [*self.request.prompt_ids, *self._known.token_ids]
-        if self.request.media and found != asked:
-            told = f"{len(found)} tokens" if isinstance(found, list) else "nothing"
+    def _check_prompt(self, received: list[int] | None) -> None:
+        """BadAnswer if the server has processed other tokens than it was sent. It reports them for
+        requests with media."""
+        sent = [*self.request.prompt_ids, *self._drafted.token_ids]
+        if self.request.media and received != sent:
+            count = f"{len(received)} tokens" if isinstance(received, list) else "nothing"
             raise BadAnswer(
                 "other_prompt",
-                f"/generate: {told} of the prompt, others than the {len(asked)} it was given",
+                f"/generate: the server reports {count} of the prompt, which differ from the "
+                f"{len(sent)} tokens that it was sent",
             )
 
-    def _logprobs_of(self, meta: dict[str, Any]) -> list[float]:
-        told = (
-            meta["output_token_sampling_logprobs"]
-            if self.tells_of_cut
-            else [item[0] for item in meta["output_token_logprobs"]]
-        )
-        # JSON has no NaN: the server writes null.
-        return [float("nan") if value is None else value for value in told]
+    def _read_logprobs(self, meta: dict[str, Any]) -> list[float]:
+        if self.needs_sampling_logprobs:
+            values = meta["output_token_sampling_logprobs"]
+        else:
+            values = [item[0] for item in meta["output_token_logprobs"]]
+        # SGLang 0.5.21 writes null for NaN, because JSON has no NaN.
+        return [float("nan") if value is None else value for value in values]
 
     def fail(self, fault: EngineFault) -> None:
-        """End with ``fault`` instead of an answer, unless there is one already."""
+        """End with ``fault``, unless the response has ended."""
         if not self.answer.done():
             self.answer.set_exception(fault)
-            # Looked at, so that nobody complains where nobody waits.
+            # Retrieve the exception: asyncio logs one that no caller retrieves, and the caller may
+            # have been cancelled.
             self.answer.exception()
 
-    def _tell(self) -> None:
-        """Put into the draft what is certain: of tokens whose routes are asked for, those that have
-        one."""
-        start, stop, extras = self._told, len(self._token_ids), {}
+    def _update_draft(self) -> None:
+        """Add the new tokens to the draft. If routes are requested, leave out tokens whose route is
+        missing."""
+        start, stop = self._added_to_draft, len(self._token_ids)
+        extras = {}
         if self._routes:
-            found, asked = self._routes.so_far, self._asked
-            stop = min(stop, len(found) - asked)
-            extras = {NAME: found[self._first_read : asked + stop]}
-            self._draft.before = self._draft.before or {NAME: found[: len(self.request.prompt_ids)]}
+            routes, context = self._routes.values, self._context_tokens
+            stop = min(stop, len(routes) - context)
+            extras = {NAME: list(routes[self._first_missing_route : context + stop])}
+            prompt_routes = {NAME: routes[: len(self.request.prompt_ids)]}
+            self._draft.before = self._draft.before or prompt_routes
         if stop > start:
-            versions = [self.begun_by.encode()] * (stop - start)
+            versions = [self.version.encode()] * (stop - start)
             self._draft.add(
                 self._token_ids[start:stop], self._logprobs[start:stop], versions, extras
             )
-            self._told = stop
+            self._added_to_draft = stop
 
     def _finish(self, finish: dict[str, Any], meta: dict[str, Any]) -> None:
         if finish["type"] == "abort" and not self._token_ids:
             raise BadAnswer("http_error", f"/generate: aborted: {finish.get('message')}")
         versions = token_versions(meta, len(self._token_ids))
-        if (versions < self.begun_by.encode()).any():
-            found = Version.decode(versions.min())
+        if (versions < self.version.encode()).any():
+            oldest = Version.decode(versions.min())
             raise EngineFault(
-                "old_version", f"found tokens of {found} from an engine that serves {self.begun_by}"
+                "old_version", f"found tokens of {oldest} from an engine that serves {self.version}"
             )
         cached = meta.get("cached_tokens")
-        self._end(Generation(*self._whole(versions), finish["type"], *self._with_routes(), cached))
+        self._end(
+            Generation(*self._all_tokens(versions), finish["type"], *self._all_routes(), cached)
+        )
 
-    def _whole(self, versions: np.ndarray) -> tuple[list[int], list[float], np.ndarray]:
-        known = self._known
-        both = np.concatenate([known.token_versions, versions])
-        return known.token_ids + self._token_ids, known.logprobs + self._logprobs, both
+    def _all_tokens(self, versions: np.ndarray) -> tuple[list[int], list[float], np.ndarray]:
+        """Tokens, log-probabilities and versions of the draft and of the received tokens."""
+        drafted = self._drafted
+        return (
+            drafted.token_ids + self._token_ids,
+            drafted.logprobs + self._logprobs,
+            np.concatenate([drafted.token_versions, versions]),
+        )
 
-    def _with_routes(self) -> tuple[dict[str, np.ndarray], Mapping[str, np.ndarray]]:
-        """Routes of the response's tokens, and of those before it. Those that the draft has stay:
-        what the engine says of their tokens now is of a later pass, which read them once more."""
-        if not self._routes or not len(found := self._routes.so_far):
+    def _all_routes(self) -> tuple[dict[str, np.ndarray], Mapping[str, np.ndarray]]:
+        """Routes of the response's tokens, and of those before it. Routes in the draft are kept,
+        because the server reports those of a second processing for their tokens."""
+        if not self._routes or not len(self._routes.values):
             return {}, {}
-        kept = self._known.extras.get(NAME, found[:0])
-        first = len(self.request.prompt_ids) + len(kept)
-        extras = {NAME: np.concatenate([kept, found[first:], self._routes.shape.without_routes(1)])}
-        return extras, self._known.before or {NAME: found[: len(self.request.prompt_ids)]}
+        received, prompt_tokens = self._routes.values, len(self.request.prompt_ids)
+        kept = self._drafted.extras.get(NAME, received[:0])
+        new = received[prompt_tokens + len(kept) :]
+        extras = {NAME: np.concatenate([kept, new, self._routes.shape.without_routes(1)])}
+        return extras, self._drafted.before or {NAME: received[:prompt_tokens]}
 
     @property
-    def _first_read(self) -> int:
-        """Place of the first token whose route is not in the draft."""
+    def _first_missing_route(self) -> int:
+        """Index of the first token whose route is not in the draft."""
         return len(self.request.prompt_ids) + len(self._draft.extras.get(NAME, ()))
 
-    def _end(self, found: Generation) -> None:
-        self.answer.set_result(checked(found, self.request.budget))
-        if found.finish_reason != "abort":
-            self._draft.ended = found
+    def _end(self, generation: Generation) -> None:
+        self.answer.set_result(checked(generation, self.request.budget))
+        if generation.finish_reason != "abort":
+            self._draft.ended = generation
+
+
+def _has_routes(draft: Draft) -> bool:
+    """Whether a draft has the routes of all tokens but the last one. A draft that was begun without
+    routes never gets them."""
+    sampled = np.flatnonzero(draft.token_versions)
+    return len(draft.extras.get(NAME, ())) >= (sampled[-1] if len(sampled) else 0)
 
 
 def token_versions(meta: dict[str, Any], tokens: int) -> np.ndarray:
-    """int32 [tokens] from the spans of versions (0.5.21), or from the one version of older
-    servers."""
+    """Versions of the tokens of a response: int32 [tokens]."""
+    # SGLang 0.5.21 sends spans of versions, older servers one version.
     spans = meta.get("weight_versions") or [
         {"version": meta.get("weight_version"), "start": 0, "end": tokens}
     ]

@@ -1,9 +1,9 @@
-"""The compilers that build an engine's kernels on a node, the first time that a kernel is needed
-there.
+"""The compilers with which an engine builds kernels on a node, when a kernel is needed there for
+the first time.
 
 SGLang 0.5.21 (`kernels/jit/utils/compile/toolchain.py`), tvm-ffi and flashinfer look for the CUDA
-toolkit in CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda. They do not see the toolkit of the wheels
-that `env/setup.sh gpu` installs, so an engine gets it as CUDA_HOME.
+toolkit in CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda. They do not find the toolkit of the
+wheels that `env/setup.sh gpu` installs, so CUDA_HOME of an engine names it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from pathlib import Path
 
 DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 LINKS = ("lib64/libcudart.so", "lib64/stubs/libcuda.so")
-"""Files that kernels are linked with. The wheels have them under other names; `env/setup.sh` adds
-these."""
+"""Files that kernels are linked with. The wheels have them under other names, so `env/setup.sh`
+adds links."""
 
 
 def cuda_home(environment: Mapping[str, str]) -> Path:
-    """Root of the CUDA toolkit that SGLang looks for in ``environment``. It may not exist."""
-    if configured := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
+    """Root of the CUDA toolkit that SGLang uses in ``environment``. It may not exist."""
+    configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    if configured:
         return Path(configured)
     nvcc = shutil.which("nvcc", path=environment.get("PATH"))
     return Path(nvcc).parent.parent if nvcc else DEFAULT_TOOLKIT
 
 
 def has_compiler(toolkit: Path) -> bool:
-    """Whether ``toolkit``, the root of a CUDA toolkit, has nvcc."""
+    """Whether ``toolkit``, the root of a CUDA toolkit, has an nvcc that can be executed."""
     return os.access(toolkit / "bin/nvcc", os.X_OK)
 
 
 def wheel_toolkit() -> Path | None:
-    """Root of the newest CUDA toolkit among the installed wheels. None: none of them has nvcc."""
+    """Root of the newest CUDA toolkit in the installed wheels. None: no wheel has nvcc."""
     spec = find_spec("nvidia")
     folders = spec.submodule_search_locations if spec else None
     toolkits: list[Path] = []
@@ -44,8 +45,8 @@ def wheel_toolkit() -> Path | None:
 
 
 def toolkit_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that an engine needs besides ``environment`` to find nvcc; empty if it is in place,
-    or nowhere."""
+    """Variables that an engine needs in addition to ``environment`` to find nvcc; empty if it finds
+    nvcc without them, or if there is no nvcc."""
     if has_compiler(cuda_home(environment)):
         return {}
     toolkit = wheel_toolkit()
@@ -55,13 +56,13 @@ def toolkit_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def compilers(environment: Mapping[str, str]) -> tuple[Path, list[str]]:
     """The nvcc of an engine that is started with ``environment``, and a line for each missing file
     or program."""
-    toolkit, missing = cuda_home({**environment, **toolkit_variables(environment)}), []
+    toolkit = cuda_home({**environment, **toolkit_variables(environment)})
+    missing: list[str] = []
     if not has_compiler(toolkit):
         missing.append(
             f"engines: found no nvcc (CUDA_HOME, CUDA_PATH, PATH, {DEFAULT_TOOLKIT}, installed "
-            "wheels), with which "
-            "SGLang compiles kernels; load a CUDA module in site.modules, or install by "
-            "env/setup.sh gpu"
+            "wheels), with which SGLang compiles kernels; load a CUDA module in site.modules, or "
+            "install by env/setup.sh gpu"
         )
     elif toolkit == wheel_toolkit():
         missing += [

@@ -1,1 +1,1 @@
-"""Emulation: what SGLang needs in order to run without a GPU."""
+"""Emulation of the parts that SGLang needs to run without a GPU."""

@@ -1,8 +1,9 @@
-"""Stands in for `sgl_kernel` on CPUs: its wheels hold CUDA code only, and SGLang's CPU paths import
-it by name.
+"""Replacement of `sgl_kernel` on CPUs. Its wheels have only CUDA code, but the CPU code of SGLang
+0.5.21 imports it by name.
 
-Dense models call nothing of it with the `torch_native` attention backend; MoE models call
-`topk_softmax_cpu`. Every other kernel can be imported and fails when it is called, with its name.
+With the `torch_native` attention backend, dense models call none of its kernels, and MoE models
+call `topk_softmax_cpu`. Every other kernel can be imported, and raises an error with its name when
+it is called.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def topk_softmax_cpu(
     renormalize: bool,
     correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (float32) and int32 ids, both [tokens, topk], of the most probable experts of
-    `gating_output` [tokens, experts]. `correction_bias` [experts] moves the choice of experts, not
-    their weights.
+    """Weights (float32) and ids (int32), both [tokens, topk], of the most probable experts in
+    `gating_output` [tokens, experts]. `correction_bias` [experts] affects which experts are chosen,
+    and not their weights.
     """
     probabilities = torch.softmax(gating_output.float(), -1)
     scores = probabilities if correction_bias is None else probabilities + correction_bias
@@ -40,9 +41,9 @@ def topk_softmax_cpu(
     return weights, ids.to(torch.int32)
 
 
-# Looked up when models/qwen3_5.py is imported, through which all Qwen-VL processors come: without
-# them no model that takes media has a processor, and its server does not start. Only the first has
-# to work.
+# models/qwen3_5.py of SGLang 0.5.21 looks these up when it is imported, and all Qwen-VL processors
+# import it. Without them no model with media has a processor, and its server does not start. Only
+# the first one is called.
 _LIBRARY.define("fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate) -> ()")
 _NAMES = ("fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu")
 for _name in (*_NAMES, "fused_qkvzba_split_reshape_cat_contiguous_cpu"):

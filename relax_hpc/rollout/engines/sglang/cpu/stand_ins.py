@@ -1,8 +1,8 @@
-"""Stand-ins that SGLang needs in order to run without a GPU, installed before it is imported.
-Nothing is done beside a GPU.
+"""Stand-ins for modules that SGLang needs and that do not work without a GPU. They are installed
+before SGLang is imported, and only on nodes without a GPU.
 
 Written for SGLang 0.5.21 with the `torch_native` attention and `pytorch` sampling backends.
-Packages that are installed for real always win over the stand-ins here.
+Installed packages take precedence over the stand-ins.
 """
 
 from __future__ import annotations
@@ -18,52 +18,56 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from relax_hpc.base.transformers_hook import install_transformers_hook
-from relax_hpc.rollout.engines.sglang.after_import import change
+from relax_hpc.rollout.engines.sglang.import_patches import patch_on_import
 
 
 def install() -> None:
-    """Make `import sglang` and its CPU engine work in this process; call it before anything imports
-    sglang."""
+    """Make `import sglang` and its CPU engine work in this process. Call it before the first import
+    of sglang."""
     import torch
 
     if torch.cuda.is_available() or installed():
         return
-    # Without it SGLang takes the CUDA code paths and asks for vllm's rotary embedding.
+    # Without it, SGLang 0.5.21 takes the CUDA code paths and imports vllm's rotary embedding.
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # Vision towers compile their rotary embedding, and the compiler asks the stand-in for triton
-    # what it has.
+    # Vision towers of SGLang 0.5.21 compile their rotary embedding, and the compiler of torch 2.13
+    # inspects triton, for which there is only a stand-in.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # SGLang's model classes come through transformers' image processors.
+    # SGLang's model classes import transformers' image processors.
     install_transformers_hook()
-    # `import triton` (kernels that are defined, never compiled, here) and `import sgl_kernel` have
-    # no CPU packages. Last in the list, so that installed packages are found first.
+    # SGLang 0.5.21 imports triton (on a CPU its kernels are defined and never compiled) and
+    # sgl_kernel, which have no CPU packages. Last in the list, so that installed packages are found
+    # first.
     sys.meta_path.append(_StandIns())
-    change(
+    patch_on_import(
         {
-            "sglang.srt.mem_cache.pool_host.common": _register_nothing,
-            "sglang.srt.distributed.device_communicators.pynccl": _load_no_nccl,
+            "sglang.srt.mem_cache.pool_host.common": _disable_host_registration,
+            "sglang.srt.distributed.device_communicators.pynccl": _disable_nccl,
         }
     )
 
 
 def installed() -> bool:
-    """Whether `install` has found that this is needed."""
+    """Whether `install` has installed the stand-ins in this process."""
     return any(isinstance(finder, _StandIns) for finder in sys.meta_path)
 
 
-def _register_nothing(module: ModuleType) -> None:
-    # With CUDA, of the host memory in which it keeps routes.
-    module._cuda_host_register = lambda *_, **__: None
+def _disable_host_registration(module: ModuleType) -> None:
+    # SGLang 0.5.21 registers the host memory of expert routes with CUDA: "Torch not compiled with
+    # CUDA enabled".
+    patched: Any = module
+    patched._cuda_host_register = lambda *_, **__: None
 
 
-def _load_no_nccl(module: ModuleType) -> None:
-    # SGLang 0.5.21 makes a communicator of NCCL wherever it can load libnccl, which torch's CUDA
-    # build brings to machines without a GPU: "Expected a cuda device, but got: cpu". Where it
-    # cannot, its ranks take gloo.
+def _disable_nccl(module: ModuleType) -> None:
+    # SGLang 0.5.21 creates an NCCL communicator if it can load libnccl, which torch's CUDA build
+    # has on machines without a GPU too: "Expected a cuda device, but got: cpu". If the load fails,
+    # its ranks use gloo.
     def refuse(*_: Any) -> NoReturn:
         raise OSError("NCCL is not used on CPUs")
 
-    module.NCCLLibrary = refuse
+    patched: Any = module
+    patched.NCCLLibrary = refuse
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -86,27 +90,27 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Triton(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run nothing: a stand-in has no code."""
+        """Do nothing: a stand-in has no code."""
 
 
 class _StubClass:
-    """Base of the classes that kernels' modules derive from, make settings of, or test instances
-    against."""
+    """Base of stand-ins for classes: modules of kernels derive from them, create instances as
+    settings, or use them in isinstance."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 class _Constexpr:
-    """Stand-in of `tl.constexpr`, which keeps its value at module level."""
+    """Stand-in for `tl.constexpr`, whose value is read at module level."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
 
 
 class _Triton(ModuleType):
-    """A module of `triton` whose attributes are classes (capitalised), submodules (else), or
-    decorators if called."""
+    """A module of `triton`. Its capitalised attributes are classes, the others are submodules. A
+    submodule can be called as a decorator."""
 
     __version__ = "0.0.0"
     constexpr = _Constexpr
@@ -116,17 +120,17 @@ class _Triton(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        full = f"{self.__name__}.{name}"
-        value = (
-            type(name, (_StubClass,), {}) if name[0].isupper() else importlib.import_module(full)
-        )
+        value: Any
+        if name[0].isupper():
+            value = type(name, (_StubClass,), {})
+        else:
+            value = importlib.import_module(f"{self.__name__}.{name}")
         setattr(self, name, value)
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`@triton.jit` gives the function back, `@triton.jit(...)` a decorator that does."""
-        return (
-            args[0]
-            if len(args) == 1 and callable(args[0]) and not kwargs
-            else lambda function: function
-        )
+        """`@triton.jit` returns the function unchanged; `@triton.jit(...)` returns a decorator that
+        does so."""
+        if len(args) == 1 and callable(args[0]) and not kwargs:
+            return args[0]
+        return lambda function: function
