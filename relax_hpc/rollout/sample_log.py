@@ -240,7 +240,7 @@ def _members(path: Path) -> Iterator[bytes]:
     except ForeignFileError:
         raise
     except (OSError, ValueError):
-        # PeerGone, not ours to read, or empty.
+        # Removed, not readable, or empty.
         return
 
 
