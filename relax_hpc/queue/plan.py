@@ -63,7 +63,7 @@ class Plan:
     publish_lag: int = 64
     """Versions that an engine may be behind the newest and still get tickets."""
     colocated: str = ""
-    """Group whose actor and engines take turns on the same devices; empty if there is none."""
+    """Group whose actor and engines take turns on the same devices; empty: no group does."""
     engines: int = 1
     """Engines of the rollout group, as configured."""
     refresh_every: int = 0
@@ -142,7 +142,7 @@ class Plan:
 def _tasks(config: Config, trainers: dict[str, str]) -> dict[str, Task]:
     """All tasks by name; see `Plan.tasks`."""
     in_order, algorithm = config.max_staleness == 0, config.algorithm
-    tasks = {}
+    tasks: dict[str, Task] = {}
     for name, role in ROLES.items():
         gives = fields_by(name)
         if gives and name not in MAKERS and not role.trains:

@@ -26,7 +26,7 @@ def longest_wait_s(config: Config) -> float:
     return config.liveness.longest_wait_s or (_DAY_S if config.layout == "local" else _JOB_S)
 
 
-class Presence:
+class GroupPresence:
     """The controller's view of all groups except its own. Times are of the monotonic clock, in
     seconds."""
 

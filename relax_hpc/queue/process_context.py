@@ -58,7 +58,7 @@ class Context:
     def report_phase(self, phase: str) -> None:
         """Report what this process does before its work begins, for people; empty: it has begun."""
         if self.client:
-            self.client.beat.at_work(phase)
+            self.client.beat.set_phase(phase)
 
     def report(self, step: int, values: dict[str, float]) -> None:
         """Send metrics of ``step`` and the seconds by kind since the last report, without waiting

@@ -87,22 +87,20 @@ def whole_groups(
     totals = {
         ticket: sum(lengths[sample] for sample in samples) for ticket, samples in groups.items()
     }
-    parts_of_tickets = balanced(totals, part_count, equal_counts)
-    return [
-        list(chain.from_iterable(groups[ticket] for ticket in part)) for part in parts_of_tickets
-    ]
+    split = balanced(totals, part_count, equal_counts)
+    return [list(chain.from_iterable(groups[ticket] for ticket in tickets)) for tickets in split]
 
 
 def micro_batches(
-    lengths: Mapping[Key, int], budget_tokens: int, least: int = 1
+    lengths: Mapping[Key, int], budget_tokens: int, minimum: int = 1
 ) -> list[list[Key]]:
     """Packs of at most ``budget_tokens``, heaviest first. An item above the budget is alone in its
     pack.
 
     There are few packs, since a small pack takes nearly as much time as a full one, and their sizes
-    are nearly equal. There are at least ``least``, if there are so many items. Otherwise there are
-    not more than first fit decreasing takes, 11/9 of the fewest (Johnson 1973, "Near-optimal bin
-    packing algorithms").
+    are nearly equal. There are at least ``minimum``, if there are so many items. Otherwise there
+    are not more than first fit decreasing takes, 11/9 of the fewest (Johnson 1973, "Near-optimal
+    bin packing algorithms").
 
     >>> micro_batches({0: 2, 1: 2, 2: 5, 3: 9}, 8)
     [[3], [2], [0, 1]]
@@ -113,7 +111,7 @@ def micro_batches(
         key=lambda key: (-lengths[key], key),
     )
     fitting = {key: lengths[key] for key in sorted(lengths) if lengths[key] <= budget_tokens}
-    fewest = min(max(least - len(oversized), 0), len(fitting))
+    fewest = min(max(minimum - len(oversized), 0), len(fitting))
     return [[key] for key in oversized] + _equal_packs(fitting, budget_tokens, fewest)
 
 
@@ -177,14 +175,14 @@ def schedule(
     >>> schedule({0: 8, 1: 8, 2: 8}, 2, 8)
     [[[1], [2]], [[0], []]]
     """
-    parts = sampler(costs or lengths, ranks)
-    moved = [parts[(rank - batch) % ranks] for rank in range(ranks)]
-    by_rank = [{key: lengths[key] for key in part} for part in moved]
-    count, batches = 0, [micro_batches(part, budget_tokens) for part in by_rank]
+    key_parts = sampler(costs or lengths, ranks)
+    moved = [key_parts[(rank - batch) % ranks] for rank in range(ranks)]
+    by_rank = [{key: lengths[key] for key in keys} for keys in moved]
+    count, batches = 0, [micro_batches(keys, budget_tokens) for keys in by_rank]
     # A rank that is asked for as many batches as another one may need one more than that.
     while count < max(map(len, batches)):
         count = max(map(len, batches))
-        batches = [micro_batches(part, budget_tokens, count) for part in by_rank]
+        batches = [micro_batches(keys, budget_tokens, count) for keys in by_rank]
     return _pad_batches(batches)
 
 
@@ -226,16 +224,16 @@ def assign_groups(
     bounds = min(budget_tokens, fair), media_bound
     rows, sizes, costs, first_row = list[range](), dict[int, int](), dict[int, int](), 0
     for group in groups:
-        for part in _parts(group, bounds, whole):
-            tokens, media = sum(group.lengths[part.start : part.stop]), _media_tokens(group, part)
+        for run in _parts(group, bounds, whole):
+            tokens, media = sum(group.lengths[run.start : run.stop]), _media_tokens(group, run)
             # The size of a part is in tokens of text, whichever of the two bounds it is closer to.
             sizes[len(rows)] = max(tokens, -(-media * budget_tokens // media_bound))
             costs[len(rows)] = tokens + media
-            rows.append(range(first_row + part.start, first_row + part.stop))
+            rows.append(range(first_row + run.start, first_row + run.stop))
         first_row += len(group.lengths)
     scheduled = schedule(sizes, ranks, budget_tokens, batch, costs=costs)
     return [
-        [list(chain.from_iterable(rows[part] for part in micro_batch)) for micro_batch in rank]
+        [list(chain.from_iterable(rows[run] for run in micro_batch)) for micro_batch in rank]
         for rank in scheduled
     ]
 
@@ -259,11 +257,11 @@ def _parts(group: GroupSize, bounds: tuple[int, int], whole: bool) -> Iterator[r
             start = end
 
 
-def _media_tokens(group: GroupSize, part: range) -> int:
+def _media_tokens(group: GroupSize, run: range) -> int:
     """Upper bound of the tokens of distinct media in some rows of a group."""
     if not group.distinct:
         return 0
-    return min(sum(group.media[part.start : part.stop]), group.distinct)
+    return min(sum(group.media[run.start : run.stop]), group.distinct)
 
 
 def _pad_batches(ranks: list[list[list[Key]]]) -> list[list[list[Key]]]:
@@ -335,13 +333,13 @@ def _add_chunks(
 ) -> list[list[int]]:
     """Add the items of each chunk to ``split``: the largest item to the lightest part, and so on.
     The items of every part."""
-    loads, parts = [-load for load, _ in split], [list(items) for _, items in split]
+    loads, items_by_part = [-load for load, _ in split], [list(items) for _, items in split]
     for chunk in chunks:
         lightest = sorted(range(len(loads)), key=loads.__getitem__)
         for number, item in zip(lightest, chunk, strict=False):
             loads[number] += sizes[item]
-            parts[number].append(item)
-    return [sorted(items) for items in parts]
+            items_by_part[number].append(item)
+    return [sorted(items) for items in items_by_part]
 
 
 def _entry(split: list[_Load]) -> tuple[int, tuple[int, ...], list[_Load]]:

@@ -74,5 +74,5 @@ def run(context: Context) -> None:
             rows = client.rows(claim)
             made = advantages_of(rows, config.algorithm, config.seed)
             require_finite(rows, made, config.algorithm)
-            client.put(claim.lacking(made), config.algorithm.gives, claim)
-        context.report(claim.step, client.store.ways.since_last())
+            client.put(claim.without_results(made), config.algorithm.gives, claim)
+        context.report(claim.step, client.store.plane_counts.take_metrics())

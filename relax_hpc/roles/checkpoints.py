@@ -44,7 +44,7 @@ class Checkpoints:
             settings.timeout_s,
             self._note_unsaved,
             settings.max_failures,
-            stands=lambda: client is None or client.beat.hindered,
+            stands=lambda: client is None or client.beat.is_blocked,
         )
         self.saved: tuple[int, float] = 0, time.time()
         """Newest step that this role has saved, and when that was, of the wall clock."""

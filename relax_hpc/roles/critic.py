@@ -45,7 +45,7 @@ class Values(Beside):
         step's."""
         if self.asked is None:
             budget = self.settings.pack_tokens * self.settings.parallel.data
-            self.asked = self.context.client.claim_later(ROLES["critic"].scores, budget)
+            self.asked = self.context.client.submit_claim(ROLES["critic"].scores, budget)
         if not self.asked.done():
             return self.asked
         claim = self.asked.result()
@@ -65,7 +65,7 @@ class Values(Beside):
         """Give the rows of a claim their values."""
         if not told["claim"]:
             return
-        claim = Claim.of(told["claim"])
+        claim = Claim.from_message(told["claim"])
         with self.context.spans("queue", step=claim.step):
             rows = self.ranks.rows(claim, self.ranks.control)
         if rows is None:

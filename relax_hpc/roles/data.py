@@ -22,7 +22,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.data.examples import Example
 from relax_hpc.data.media import spans_of, tokens_by_id
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.queue.client import Admission, News
+from relax_hpc.queue.client import Admission, PublishedVersion
 from relax_hpc.queue.plan import GENERATED
 from relax_hpc.queue.process_context import END, HUB, NEWS, Context
 from relax_hpc.queue.row_ids import row_id
@@ -106,7 +106,7 @@ class Feeder:
         self.outcomes = Outcomes(context.config.rollout)
         self.reader = f"{context.group}/data"
         self.newest = NOTHING
-        self.news: Future[News | None] = self._next()
+        self.news: Future[PublishedVersion | None] = self._next()
         self.asked: Future[Admission | None] = self.client.tickets.admit(self.reader, _AT_ONCE)
 
     def serve(self) -> None:
@@ -133,7 +133,7 @@ class Feeder:
         self.client.weights.serve(self.reader, self.newest).result()
         self.news = self._next()
 
-    def _next(self) -> Future[News | None]:
+    def _next(self) -> Future[PublishedVersion | None]:
         """The version after the newest. It may be long in coming: the actor publishes few that
         nobody reads."""
         return self.client.weights.newer(self.newest, timeout=_LONG_S)
@@ -146,10 +146,10 @@ class Feeder:
             rows = [
                 row for ticket, example in tickets for row in rows_of(example, ticket, self.newest)
             ]
-            refused = self.client.generated(rows, fields=FIELDS)
+            refused = self.client.put_generated(rows, fields=FIELDS)
         for ticket, why in refused.items():
             print(log_entry(f"ticket {ticket}: {why}"), flush=True)
-        self.context.report(step, self.client.store.ways.since_last())
+        self.context.report(step, self.client.store.plane_counts.take_metrics())
 
     async def _examples(self, admitted: Admission) -> list[Example]:
         """Rows of the tickets, with their media stored."""

@@ -21,7 +21,7 @@ from relax_hpc.algorithms.base import drawn_tokens
 from relax_hpc.base.fields import fields_by
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import ForwardConfig, TrainerConfig
-from relax_hpc.queue.client import Claim, News, QueueClient
+from relax_hpc.queue.client import Claim, PublishedVersion, QueueClient
 from relax_hpc.queue.client.claims import check_claim
 from relax_hpc.queue.process_context import END, HUB, NEWS, Context
 from relax_hpc.queue.row_schema import Row
@@ -143,10 +143,10 @@ def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
         if command["do"] == "load":
             relays = command["relays"]
             with context.spans("weights"):
-                scorer.load(fetcher.fetch_in_time(News(**command["news"])))
+                scorer.load(fetcher.fetch_in_time(PublishedVersion(**command["news"])))
                 fetcher.forget_before(command["news"]["version"])
         else:
-            claim = Claim.of(command["claim"])
+            claim = Claim.from_message(command["claim"])
             with context.spans("queue", step=claim.step):
                 rows = ranks.rows(claim, ranks.control)
             if rows is not None:
@@ -167,7 +167,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
     assert client is not None
     budget = scorer.forward.pack_tokens * scorer.forward.parallel.data
     weights = _Weights(context, ranks, scorer, every) if every else None
-    work: Future = client.claim_later(role, budget)
+    work: Future = client.submit_claim(role, budget)
     while True:
         with context.spans("wait", cause=HUB) as waiting:
             while not wait(
@@ -184,14 +184,14 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
             break
         fits = weights is None or weights.fit(claim)
         if not fits:
-            client.give_back(claim)
+            client.return_claim(claim)
             # Nobody else could take it sooner either.
             with context.spans("wait", cause=NEWS):
                 wait([weights.news], timeout=_LOOK_S)
         with context.spans("queue", step=claim.step):
             rows = _read(client, ranks, scorer, claim) if fits else None
         if rows is None:
-            work = client.claim_later(role, budget)
+            work = client.submit_claim(role, budget)
             continue
         with context.spans("forward", step=claim.step):
             scores = scorer.score(rows)
@@ -204,8 +204,8 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
                 claim,
                 weights.reader.serving if weights and weights.holds else None,
             )
-        work = client.claim_later(role, budget)
-        context.report(claim.step, ranks.reader.ways.since_last())
+        work = client.submit_claim(role, budget)
+        context.report(claim.step, ranks.reader.plane_counts.take_metrics())
     ranks.tell({"do": "end"})
 
 
@@ -272,7 +272,7 @@ class _Weights:
         while self.holds and self.reader.serving == NOTHING and self._await_news():
             self.pull()
 
-    def _await_news(self) -> News | None:
+    def _await_news(self) -> PublishedVersion | None:
         with self.context.spans("wait", cause=NEWS):
             while not wait([self.news], _LOOK_S).done:
                 self.ranks.control.extend_wait()

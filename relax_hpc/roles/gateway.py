@@ -28,7 +28,7 @@ def run(context: Context) -> None:
         async with gateway(context.run, context.incarnation, address) as there:
             context.report_phase("")
             telling = asyncio.create_task(_tell(context, there.front))
-            over = asyncio.ensure_future(asyncio.wrap_future(context.client.status.over()))
+            over = asyncio.ensure_future(asyncio.wrap_future(context.client.status.run_finished()))
             try:
                 with context.spans("wait", cause=_ASKED):
                     ends = [over, telling, there.serving]

@@ -176,7 +176,7 @@ async def _over(
     """Return once the run is finished. RelaxError: a server has ended before. ``answering``: its
     error is raised."""
     assert context.client is not None
-    over = asyncio.wrap_future(context.client.status.over())
+    over = asyncio.wrap_future(context.client.status.run_finished())
     ended = {server.session.ended: server for server in servers}
     await asyncio.wait([over, answering, *ended], return_when=asyncio.FIRST_COMPLETED)
     if answering.done():

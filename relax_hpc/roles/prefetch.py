@@ -82,7 +82,7 @@ class Prefetch:
 
     def _fetch(self, batch: int) -> Window:
         while True:
-            claim = Claim.of(self.channel.run_on_leader(partial(self._claim, batch)))
+            claim = Claim.from_message(self.channel.run_on_leader(partial(self._claim, batch)))
             with self.context.spans("queue", step=claim.step):
                 rows = self.ranks.rows(claim, self.channel)
                 media = self._media(claim, rows) if rows is not None else None
@@ -110,7 +110,7 @@ class Prefetch:
         )
         about |= {"max_media": settings.pack_media_tokens} if settings.pack_media_tokens else {}
         while True:
-            claim = client.claim_later(task, budget, size, _AHEAD_S, **about).result()
+            claim = client.submit_claim(task, budget, size, _AHEAD_S, **about).result()
             with self.context.spans("queue", step=claim.step):
                 if check_claim(client, claim, self.placeholders, self.routes):
                     return claim.message()

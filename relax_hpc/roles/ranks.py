@@ -18,7 +18,7 @@ from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.transport import SlabPool
 from relax_hpc.queue.client import Claim, QueueClient, read_rows
-from relax_hpc.queue.client.claims import APPEARS_S, still_held
+from relax_hpc.queue.client.claims import APPEARS_S, is_on_disk
 from relax_hpc.queue.group_sizes import group_sizes
 from relax_hpc.queue.process_context import Context
 from relax_hpc.queue.row_schema import Row
@@ -121,9 +121,9 @@ class Ranks:
         """The leader's part: whether all rows of ``claim`` are on disk, once that is decided; else
         it is given back."""
         assert self._client is not None
-        if still_held(self._client, claim):
+        if is_on_disk(self._client, claim):
             return True
-        self._client.give_back(claim)
+        self._client.return_claim(claim)
         return False
 
     def parts(

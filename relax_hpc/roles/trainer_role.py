@@ -210,7 +210,7 @@ class TrainerRole:
 
     def _report(self, step: int, result: StepResult, answer: StepTrained) -> dict[str, Any]:
         values = self.beside.values(result, answer) | self.checkpoints.values(step)
-        self.context.report(step, values | self.ranks.reader.ways.since_last())
+        self.context.report(step, values | self.ranks.reader.plane_counts.take_metrics())
         return {"save_next": answer.save_next}
 
     def await_told(self, step: int) -> bool:

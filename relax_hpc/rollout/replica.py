@@ -15,7 +15,7 @@ from relax_hpc.base.metrics.writer import CACHED, READ
 from relax_hpc.base.terminal_text import log_entry
 from relax_hpc.base.versions import Version
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.queue.client.answers import OWED, News
+from relax_hpc.queue.client.answers import EVALUATION_DUE, PublishedVersion
 from relax_hpc.queue.process_context import NEWS, TURN
 from relax_hpc.rewards import RewardError
 from relax_hpc.rollout.engine_activity import Activity
@@ -170,7 +170,7 @@ class Replica:
                 if (announced := await self.news()) is None:
                     return
                 self.activity.because([(*NEWS, math.inf)])
-                if announced is OWED:
+                if announced is EVALUATION_DUE:
                     await self.evaluate(self.reader.serving)
                     continue
                 with self.activity("weights", Version.parse(announced.version).number):
@@ -190,7 +190,7 @@ class Replica:
             except EngineFault as fault:
                 await self.quarantine(fault)
 
-    async def news(self) -> News | None:
+    async def news(self) -> PublishedVersion | None:
         """The next version; None: the run is finished, or the engine leaves. EngineFault: see
         `_come_first`."""
         newer = asyncio.wrap_future(self.reader.newer())
@@ -233,7 +233,7 @@ class Replica:
             return
         self.ready.clear()
         await self.engine.release()
-        await asyncio.wrap_future(training.rest(self.reader.reader, step))
+        await asyncio.wrap_future(training.end_engine_turn(self.reader.reader, step))
 
     async def update(self, version: Version, staged: StagedFolder) -> None:
         """Have the engine serve the staged weights, which are released then."""

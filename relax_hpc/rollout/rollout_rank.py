@@ -117,7 +117,7 @@ class Rollout:
         self.phases[name] = phase
         found = [phase for _, phase in sorted(self.phases.items()) if phase]
         doing = min(found, key=WAITS.__contains__, default="")
-        self.client.beat.at_work(doing, waits=doing in WAITS)
+        self.client.beat.set_phase(doing, waits=doing in WAITS)
 
     def note_fault(self, fault: EnvironmentFault) -> None:
         """Have the queue count the fault of an environment."""

@@ -11,8 +11,8 @@ from relax_hpc.base.errors import RelaxError
 from relax_hpc.config.schema import RolloutConfig
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.queue.client import QueueClient
-from relax_hpc.queue.client.answers import LogPlace
-from relax_hpc.queue.client.segments import append, read
+from relax_hpc.queue.client.answers import AttemptLog
+from relax_hpc.queue.client.segments import append_segments, read_log
 from relax_hpc.queue.storage.shard import ShardError
 from relax_hpc.rollout.attempt import Attempt, Made, answer_of
 
@@ -72,10 +72,10 @@ class SegmentLog:
         """Have the queue keep a whole attempt for another ticket."""
         await asyncio.to_thread(self._append, [attempt], True, _SPARE_S)
 
-    async def read(self, place: LogPlace, prompt: Prompt) -> dict[int, Made]:
+    async def read(self, place: AttemptLog, prompt: Prompt) -> dict[int, Made]:
         """Answers that a log has, by episode; empty if it cannot be used."""
         try:
-            episodes = await asyncio.to_thread(read, self._client, place)
+            episodes = await asyncio.to_thread(read_log, self._client, place)
         except (ShardError, KeyError) as error:
             print(f"ticket {place.holder} is generated anew: {error}", flush=True)
             return {}
@@ -111,7 +111,7 @@ class SegmentLog:
             return
         numbers = {attempt.ticket: attempt.number for attempt in news}
         try:
-            refused = append(self._client, segments, numbers, spare, timeout)
+            refused = append_segments(self._client, segments, numbers, spare, timeout)
         except (RelaxError, OSError) as error:
             print(
                 f"{len(segments)} segments of unfinished prompt groups were not appended: {error}",

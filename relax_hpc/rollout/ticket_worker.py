@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.base.terminal_text import log_entry
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.queue.client import Admission, LogPlace, NextAttempt
+from relax_hpc.queue.client import Admission, AttemptLog, NextAttempt
 from relax_hpc.queue.process_context import END
 from relax_hpc.queue.records import FILTERED
 from relax_hpc.rollout.attempt import Attempt, Made
@@ -103,7 +103,7 @@ class TicketWorker:
         asking = self.client.tickets.admit(self.replica.reader.reader, self.free)
         return await self.replica.unless_leaving(asyncio.wrap_future(asking))
 
-    async def fill(self, ticket: int, number: int, logs: Sequence[LogPlace]) -> None:
+    async def fill(self, ticket: int, number: int, logs: Sequence[AttemptLog]) -> None:
         """Put a prompt group for a ticket, however many attempts it takes."""
         spare: Spare | None = None
         try:
@@ -120,7 +120,7 @@ class TicketWorker:
             if spare:
                 await spare.abort()
                 await self.drop(spare.attempt, _SURPLUS)
-            await asyncio.wrap_future(self.client.tickets.give_back(ticket))
+            await asyncio.wrap_future(self.client.tickets.return_ticket(ticket))
         except BaseException:
             if spare:
                 await spare.abort()
@@ -129,7 +129,7 @@ class TicketWorker:
             self.free += 1
             self.left.set()
 
-    async def gone_on(self, ticket: int, number: int, logs: Sequence[LogPlace]) -> Attempt:
+    async def gone_on(self, ticket: int, number: int, logs: Sequence[AttemptLog]) -> Attempt:
         """An attempt with what its log has, or that of a spare, among ``logs``; or one that
         begins."""
         place = next((place for place in logs if place.holder == ticket), None)

@@ -46,7 +46,7 @@ def main(path: Path) -> None:
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
         made = [row | drawn(row) for row in rows_of(roles.admit(version), version)]
-        assert roles["rollout"].generated(made) == {}
+        assert roles["rollout"].put_generated(made) == {}
         roles["rollout"].settle()
         roles.learn(version)
         rows = roles["actor"].rows(roles["actor"].claim("actor", 1 << 20))

@@ -30,7 +30,7 @@ def main(path: Path) -> None:
         version = roles.start()
         roles.generate(version)
         roles.learn(version)
-        waits = roles["actor"].claim_later("actor", 1 << 30)
+        waits = roles["actor"].submit_claim("actor", 1 << 30)
         assert roles.waits("actor: claim: waits for rows of novelty")
         with QueueClient(run_dir, config, "novelty", 1) as client:
             thread = threading.Thread(

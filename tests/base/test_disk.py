@@ -423,8 +423,8 @@ def test_nobody_is_told_of_what_the_journal_does_not_have(
         with failing.while_failing():
             late = roles["rollout"].connection.submit("note", what="w", name="n", reason="r")
             later = roles["advantages"].connection.submit("checkpoints")
-            wait_for(lambda: roles["actor"].beat.waits)
-            assert roles["actor"].beat.waits["path"].startswith(str(run.journal))
+            wait_for(lambda: roles["actor"].beat.disk_wait)
+            assert roles["actor"].beat.disk_wait["path"].startswith(str(run.journal))
             found = roles["actor"].connection.call("status", timeout=5.0)["disk"]
             assert {one["errno"] for one in found} == {number} and found[0][
                 "who"
@@ -437,7 +437,7 @@ def test_nobody_is_told_of_what_the_journal_does_not_have(
             assert call == "fdatasync" or "note" not in written
         assert late.result(5) == {} and later.result(5) == {"checkpoints": []}
         assert controller.state.counts.noted["w/r"] == 1
-        wait_for(lambda: not roles["actor"].beat.waits)
+        wait_for(lambda: not roles["actor"].beat.disk_wait)
 
 
 def test_a_journal_whose_folder_cannot_be_read_ends_no_controller(
@@ -456,7 +456,7 @@ def test_a_journal_whose_folder_cannot_be_read_ends_no_controller(
         version = roles.start()
         monkeypatch.setattr(Journal, "superseded", superseded)
         late = roles["rollout"].connection.submit("note", what="w", name="n", reason="r")
-        wait_for(lambda: roles["actor"].beat.waits)
+        wait_for(lambda: roles["actor"].beat.disk_wait)
         assert not late.done()
         out.clear()
         assert late.result(5) == {}
@@ -473,14 +473,14 @@ def test_shards_are_written_when_there_is_room(tmp_path: Path, monkeypatch, numb
         tickets = roles.admit(version)
         failing = Failing(monkeypatch, run.shards, number, ("writev",))
         with failing.while_failing():
-            assert roles["rollout"].generated(rows_of(tickets, version)) == {}
+            assert roles["rollout"].put_generated(rows_of(tickets, version)) == {}
             for role, fields in GIVES.items():
                 claim = roles[role].claim(role, BUDGET)
                 roles[role].put(learned(roles[role].rows(claim), version), fields, claim)
             claim = roles["actor"].claim("actor", BUDGET)
             settled = roles["actor"].connection.submit("settled", leases=[claim.lease])
-            wait_for(lambda: "disk" in roles["rollout"].beat.about())
-            assert roles["rollout"].beat.about()["busy_s"] < 1.0 and not settled.done()
+            wait_for(lambda: "disk" in roles["rollout"].beat.content())
+            assert roles["rollout"].beat.content()["busy_s"] < 1.0 and not settled.done()
         assert settled.result(10)["tickets"] == tickets
         assert not WAITS
 

@@ -252,7 +252,7 @@ class Roles:
     def generate(self, version: Version) -> list[int]:
         tickets = self.admit(version)
         made = rows_of(tickets, version, self.config.samples_per_prompt, episodes=self.episodes)
-        assert self["rollout"].generated(made) == {}
+        assert self["rollout"].put_generated(made) == {}
         self["rollout"].settle()
         return tickets
 

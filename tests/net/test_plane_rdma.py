@@ -301,7 +301,7 @@ def test_rows_of_a_queue_pass_by_it(tmp_path):
     with in_thread(run, config), Roles(run, config) as roles:
         roles.start()
         roles.step(0)
-        assert [set(roles[role].store.ways.shards) for role in ("reference", "actor")] == [
+        assert [set(roles[role].store.plane_counts.shards) for role in ("reference", "actor")] == [
             {"rdma_cma"}
         ] * 2
 

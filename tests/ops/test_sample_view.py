@@ -54,7 +54,7 @@ def put(roles: Roles, log: SampleLog, version: Version, reward: float) -> dict[i
     """A step's prompt groups, the first of which is kept; why tickets were refused."""
     rollout, tickets = roles["rollout"], roles.admit(version)
     name = rollout.next_shard()
-    refused = rollout.generated(rows_of(tickets, version), name=name)
+    refused = rollout.put_generated(rows_of(tickets, version), name=name)
     texts = {
         "prompt": "4312?",
         "response": f"{EVIL} {reward}",
@@ -148,7 +148,7 @@ def test_a_sample_is_of_the_step_that_it_was_trained_in(
         tickets = roles.admit(drawn, count=4)
         rollout = roles["rollout"]
         shard = rollout.next_shard()
-        assert rollout.generated(rows_of(tickets[1:3], drawn), name=shard) == {}
+        assert rollout.put_generated(rows_of(tickets[1:3], drawn), name=shard) == {}
         rollout.settle()
         log.keep(
             [

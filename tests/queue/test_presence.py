@@ -19,7 +19,7 @@ from relax_hpc.cluster.sandbox.processes import until
 from relax_hpc.queue import presence
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.client.training import Training
-from relax_hpc.queue.presence import Presence
+from relax_hpc.queue.presence import GroupPresence
 from relax_hpc.rollout.replica import FOR_TURN, Replica
 from relax_hpc.rollout.rollout_rank import Rollout
 from tests.helpers.queue_helpers import BUDGET, in_thread, make_run, small
@@ -32,7 +32,7 @@ class World:
 
     def __init__(self) -> None:
         self.now, self.over = 1000.0, set[tuple[str, int]]()
-        self.presence = Presence(GROUPS, 30.0, self.now)
+        self.presence = GroupPresence(GROUPS, 30.0, self.now)
 
     def look(self, *beats: dict[str, Any], seconds: float = 2.0) -> dict[str, str]:
         """Whom the others wait for after some seconds, and why."""
@@ -81,7 +81,7 @@ def test_a_wait_outlasts_its_time_while_a_group_is_absent(
     run, config = make_run(tmp_path / "run"), small()
     config.queue.wait_timeout_s, config.liveness.beat_s = 0.3, 0.05
     with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as actor:
-        asked = actor.claim_later("actor", BUDGET)
+        asked = actor.submit_claim("actor", BUDGET)
         deadline = time.monotonic() + 20.0
         while actor.beat.paused_s < 3 * config.queue.wait_timeout_s and time.monotonic() < deadline:
             assert not asked.done()
@@ -120,16 +120,16 @@ def test_how_long_one_part_is_loaded_is_told_but_for_waits_for_a_disk(tmp_path: 
     with in_thread(run, config), QueueClient(run, config, "actor", 1) as actor:
         actor.connection.call("status")
         actor.beat.loads = lambda: True
-        actor.beat.at_work("loading the model")
-        actor.beat._doing_since, actor.beat._waited_at = actor.beat._doing_since - 100.0, -math.inf
-        assert actor.beat.about()["loading_s"] >= 100.0
+        actor.beat.set_phase("loading the model")
+        actor.beat._phase_since, actor.beat._waited_at = actor.beat._phase_since - 100.0, -math.inf
+        assert actor.beat.content()["loading_s"] >= 100.0
         WAITS.begin(run.root, OSError(28, "No space left on device"))
         try:
-            assert actor.beat.about()["loading_s"] == 0.0
+            assert actor.beat.content()["loading_s"] == 0.0
         finally:
             WAITS.end(run.root)
-        actor.beat.at_work("")
-        assert "loading_s" not in actor.beat.about(), "it may wait for the hub"
+        actor.beat.set_phase("")
+        assert "loading_s" not in actor.beat.content(), "it may wait for the hub"
 
 
 def test_who_waits_for_its_turn_on_devices_is_not_loading(
@@ -143,9 +143,9 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(
     with in_thread(run, config) as controller, QueueClient(run, config, "rollout", 1) as client:
         client.connection.call("status")
         client.beat.loads, client.beat.busy = lambda: True, lambda: 3600.0
-        client.beat.at_work("waiting for the actor to make room", waits=True)
+        client.beat.set_phase("waiting for the actor to make room", waits=True)
         client.beat._waited_at = -math.inf
-        about = client.beat.about()
+        about = client.beat.content()
         assert about["doing"] == "waiting for the actor to make room" and not about["loads"]
         assert about["busy_s"] < 60.0 and "loading_s" not in about
         until(
@@ -153,9 +153,9 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(
             20.0,
             "the rollout is there",
         )
-        client.beat.at_work("starting")
-        client.beat._doing_since -= 100.0
-        assert client.beat.about()["loads"] and client.beat.about()["loading_s"] < 60.0, (
+        client.beat.set_phase("starting")
+        client.beat._phase_since -= 100.0
+        assert client.beat.content()["loads"] and client.beat.content()["loading_s"] < 60.0, (
             "it has waited until now"
         )
         until(
@@ -177,7 +177,7 @@ def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:
         answer.set_result({})
         return answer
 
-    beat = SimpleNamespace(at_work=lambda doing, waits: told.append((doing, waits)))
+    beat = SimpleNamespace(set_phase=lambda doing, waits: told.append((doing, waits)))
     rollout.client = SimpleNamespace(beat=beat, training=Training(submit))
 
     class Engine:
@@ -202,9 +202,9 @@ def test_who_waits_for_a_hub_that_is_away_is_at_no_work(tmp_path: Path) -> None:
     run, config = make_run(tmp_path / "run"), small()
     with QueueClient(run, config, "reference", 1) as client:
         client.beat.busy = lambda: 3600.0
-        assert client.beat.about()["busy_s"] < 60.0
+        assert client.beat.content()["busy_s"] < 60.0
         with in_thread(run, config):
             client.connection.call("status")
-            assert client.beat.about()["busy_s"] < 60.0, "nor has it been since before"
+            assert client.beat.content()["busy_s"] < 60.0, "nor has it been since before"
             client.beat._waited_at = -math.inf
-            assert client.beat.about()["busy_s"] == 3600.0
+            assert client.beat.content()["busy_s"] == 3600.0

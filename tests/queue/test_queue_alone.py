@@ -99,7 +99,7 @@ def test_columns_are_rows_end_to_end(tmp_path, planes, shards, size):
         version = roles.start()
         tickets = roles.admit(version)
         for part in (tickets,) if shards == 1 else ([ticket] for ticket in tickets):
-            assert roles["rollout"].generated(rows_of(part, version, length=4 + part[0])) == {}
+            assert roles["rollout"].put_generated(rows_of(part, version, length=4 + part[0])) == {}
         roles["rollout"].settle()
         claim = roles["reference"].claim("reference", 1 << 20)
         rows = roles["reference"].rows(claim)
@@ -118,7 +118,7 @@ def test_columns_are_rows_end_to_end(tmp_path, planes, shards, size):
         assert columns["finish_reason"].values == ["stop"] * len(rows)
         with pytest.raises(LookupError, match="nothing"):
             roles["reference"].columns(claim, ["nothing"])
-        assert list(roles["reference"].store.ways.shards) == (planes or ["file"])
+        assert list(roles["reference"].store.plane_counts.shards) == (planes or ["file"])
 
 
 def test_columns_leave_out_rows_that_were_generated_again(tmp_path):

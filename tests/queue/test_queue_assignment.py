@@ -235,7 +235,7 @@ def test_a_client_gets_the_rows_that_it_was_assigned(tmp_path):
                 for n, ticket in enumerate(tickets)
                 for row in rows_of([ticket], version, length=9 - 4 * n)
             ]
-            assert roles["rollout"].generated(rows[::-1]) == {}
+            assert roles["rollout"].put_generated(rows[::-1]) == {}
             roles["rollout"].settle()
             roles.learn(version)
             claim = roles["actor"].claim("actor", BUDGET, ranks=2, max_tokens=10)

@@ -63,7 +63,7 @@ def test_status_names_the_roles_that_have_worked(tmp_path):
         version = roles.start()
         tickets = roles.admit(version)
         assert roles["actor"].status.get().result(60).worked == []
-        assert roles["rollout"].generated(rows_of(tickets, version)) == {}
+        assert roles["rollout"].put_generated(rows_of(tickets, version)) == {}
         roles["rollout"].settle()
         assert roles["actor"].status.get().result(60).worked == ["rollout"]
         roles.learn(version)
@@ -81,11 +81,11 @@ def test_nobody_is_told_what_a_maker_had_in_memory_whose_lease_is_over(tmp_path)
         reader = roles["reference"]
         claim = reader.claim("reference", BUDGET)
         assert [list(shard["planes"]) for shard in claim.shards] == [["shm", "tcp"]]
-        reader.give_back(claim)
+        reader.return_claim(claim)
         roles["actor"].connection.call("down", group="rollout", incarnation=1)
         claim = reader.claim("reference", BUDGET)
         assert [shard["planes"] for shard in claim.shards] == [{}]
-        assert len(reader.rows(claim)) == 4 and reader.store.ways.shards == {"file": 1}
+        assert len(reader.rows(claim)) == 4 and reader.store.plane_counts.shards == {"file": 1}
 
 
 def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
@@ -97,10 +97,10 @@ def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
         controller._patience = lambda: 3600.0
         version = roles.start()
         tickets = roles.admit(version)
-        waiting = roles["reference"].claim_later("reference", BUDGET)
+        waiting = roles["reference"].submit_claim("reference", BUDGET)
         news = roles["rollout"].connection.submit("next_version", after=str(version))
         roles["reference"].connection.call("status")
-        roles["rollout"].generated(rows_of(tickets, version))
+        roles["rollout"].put_generated(rows_of(tickets, version))
         assert waiting.result(timeout=60).tickets == (0, 1)
         roles["actor"].connection.call("publish", version="i000001-v000001", digest="d")
         assert news.result(timeout=60)["version"] == "i000001-v000001"

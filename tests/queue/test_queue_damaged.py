@@ -10,7 +10,7 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import PlanesConfig
 from relax_hpc.queue.client import claims
-from relax_hpc.queue.client.claims import DAMAGED, MISSING, check_claim, sound_claim
+from relax_hpc.queue.client.claims import DAMAGED, MISSING, check_claim, claim_valid
 from tests.helpers.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 
 FILES_ALONE = PlanesConfig(shm="off", rdma="off", tcp="off")
@@ -20,7 +20,7 @@ def generated(roles: Roles, version: Version) -> list[int]:
     """Prompt groups, each in a shard of its own; their tickets."""
     tickets = roles.admit(version)
     for ticket in tickets:
-        assert roles["rollout"].generated(rows_of([ticket], version)) == {}
+        assert roles["rollout"].put_generated(rows_of([ticket], version)) == {}
     roles["rollout"].settle()
     return tickets
 
@@ -55,20 +55,20 @@ def test_groups_in_a_damaged_shard_are_generated_again(tmp_path, damage, reason,
             reason: config.samples_per_prompt
         }
         assert roles.admit(version) == tickets[-1:]
-        assert roles["rollout"].generated(rows_of(tickets[-1:], version)) == {}
+        assert roles["rollout"].put_generated(rows_of(tickets[-1:], version)) == {}
         roles["rollout"].settle()
-        found = [sound_claim(roles["reference"], "reference", BUDGET) for _ in tickets]
+        found = [claim_valid(roles["reference"], "reference", BUDGET) for _ in tickets]
         assert [ticket for claim in found for ticket in claim.tickets] == tickets
 
 
 def test_a_file_that_is_seen_late_is_no_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "_LOOK_S", 0.01)
+    monkeypatch.setattr(claims, "_POLL_S", 0.01)
     run, config = make_run(tmp_path / "run"), small()
     config.queue.planes = FILES_ALONE
     with in_thread(run, config), Roles(run, config) as roles:
         tickets, path = generated(roles, roles.start()), newest_shard(run)
         hidden = path.rename(path.with_suffix(".hidden"))
-        looked = claims._unseen
+        looked = claims._absent_shards
 
         def unseen(*about):
             found = looked(*about)
@@ -77,7 +77,7 @@ def test_a_file_that_is_seen_late_is_no_damage(tmp_path, monkeypatch):
             hidden.rename(path)
             return found
 
-        monkeypatch.setattr(claims, "_unseen", unseen)
-        found = sound_claim(roles["reference"], "reference", BUDGET)
+        monkeypatch.setattr(claims, "_absent_shards", unseen)
+        found = claim_valid(roles["reference"], "reference", BUDGET)
         assert found and set(found.tickets) <= set(tickets)
         assert not roles["actor"].connection.call("status")["dropped"] and not hidden.exists()

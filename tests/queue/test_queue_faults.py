@@ -49,7 +49,7 @@ def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
         with HubProcess(run) as hub:
             roles.start()
             first = roles.generate(Version(1, 0))
-            waiting = roles["actor"].claim_later("actor", BUDGET)
+            waiting = roles["actor"].submit_claim("actor", BUDGET)
             roles["actor"].connection.call("status")
             hub.kill()
             lost = roles["rollout"].connection.submit(
@@ -88,11 +88,11 @@ def test_who_waits_for_a_hub_that_has_gone_for_good_is_told(tmp_path, monkeypatc
     with Roles(run, config) as roles:
         with HubProcess(run) as hub:
             roles.start()
-            waiting = roles["actor"].claim_later("actor", BUDGET)
+            waiting = roles["actor"].submit_claim("actor", BUDGET)
             run.stop.write_text("{}")
             roles["actor"].connection.call("status")
             hub.kill()
-        with pytest.raises(StoppedError, match="hub has gone"):
+        with pytest.raises(StoppedError, match="hub has already ended"):
             waiting.result(timeout=30)
         run.stop.unlink()
         waits = roles["actor"].connection.submit("status")
@@ -109,7 +109,7 @@ def test_what_a_dead_owner_held_comes_back(tmp_path):
         with QueueClient(run, config, "supervisor", 1) as supervisor:
             supervisor.connection.call("down", group="reference", incarnation=1)
         with pytest.raises(FencedError, match="reference incarnation 1 is over"):
-            roles["reference"].give_back(held)
+            roles["reference"].return_claim(held)
         with QueueClient(run, config, "reference", 2) as successor:
             assert successor.claim("reference", BUDGET).tickets == held.tickets
 
@@ -381,7 +381,7 @@ def test_a_waiter_that_goes_away_does_not_break_the_connection(tmp_path):
         assert not client.connection.submit(
             "claim", task="actor", budget=1, boundary=2, timeout=0.1
         ).cancel()
-        assert not client.claim_later("actor", 1).cancel()
+        assert not client.submit_claim("actor", 1).cancel()
         time.monotonic()
         assert client.connection.call("status")["trained_steps"] == 0
 
@@ -392,7 +392,7 @@ def test_a_resume_with_other_groups_takes_over_from_the_old_ones(tmp_path):
     run, config = make_run(tmp_path / "run"), small(staleness=1)
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
-        roles["rollout"].generated(rows_of(roles.admit(version)[:2], version))
+        roles["rollout"].put_generated(rows_of(roles.admit(version)[:2], version))
         assert roles["reference"].claim("reference", BUDGET).tickets == (0, 1)
         for role in ("actor_fwd", "advantages"):
             claim = roles[role].claim(role, BUDGET)
@@ -448,5 +448,5 @@ def test_rows_that_are_not_as_the_schema_says_are_refused_by_field(tmp_path):
         }
         for name, value in bad.items():
             with pytest.raises(RefusedError, match=f"put: {name}: "):
-                roles["rollout"].generated([{**rows[0], name: value}, *rows[1:]])
-        assert roles["rollout"].generated(rows) == {}
+                roles["rollout"].put_generated([{**rows[0], name: value}, *rows[1:]])
+        assert roles["rollout"].put_generated(rows) == {}

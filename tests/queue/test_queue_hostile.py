@@ -284,7 +284,7 @@ def test_a_real_controller_outlives_them_all(served):
     host, port = endpoint.removeprefix("tcp://").split(":")
     version = Version(1, 0)
     tickets = roles.admit(version)
-    assert roles["rollout"].generated(rows_of(tickets, version)) == {}
+    assert roles["rollout"].put_generated(rows_of(tickets, version)) == {}
     sockets = []
     endless, cut = struct.pack("<I", (1 << 32) - 1), struct.pack("<I", 1000) + b"x"
     for raw in (

@@ -96,7 +96,7 @@ def test_status_says_why_nothing_is_generated(tmp_path):
         version = roles.start()
         roles["rollout"].connection.call("serve", reader="rollout/0", version=str(version))
         tickets = early.result(timeout=60)["tickets"]
-        roles["rollout"].generated(rows_of(tickets, version))
+        roles["rollout"].put_generated(rows_of(tickets, version))
         assert hub.state.shards.untrained_bytes >= 1 << 10
         full = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
         assert roles.waits(
@@ -108,7 +108,7 @@ def test_status_says_why_nothing_is_generated(tmp_path):
             "there is room, and version 0 may begin step 1"
         )
         stale = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
-        roles["rollout"].generated(rows_of([2, 3], version))
+        roles["rollout"].put_generated(rows_of([2, 3], version))
         assert roles.waits("rollout: admit: waits for version 1, newest is 1")
         roles["rollout"].connection.call("serve", reader="rollout/0", version=str(Version(1, 1)))
         assert roles.waits("rollout: admit: the queue holds")

@@ -15,9 +15,9 @@ import pytest
 from relax_hpc.base.errors import RefusedError
 from relax_hpc.base.versions import Version
 from relax_hpc.queue.client import QueueClient, media_client
-from relax_hpc.queue.client.claims import check_claim, sound_claim
+from relax_hpc.queue.client.claims import check_claim, claim_valid
 from relax_hpc.queue.client.media_client import TOO_LARGE, store_media
-from relax_hpc.queue.client.segments import START, append, read
+from relax_hpc.queue.client.segments import START, append_segments, read_log
 from relax_hpc.queue.controller.handlers.media import MAX_MEDIA
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.plan import Plan
@@ -94,7 +94,8 @@ def step(roles: Roles, number: int) -> None:
     """A step with media, up to its training."""
     tickets = roles.admit(Version(1, number))
     assert (
-        roles["rollout"].generated(with_media(roles["rollout"], tickets, Version(1, number))) == {}
+        roles["rollout"].put_generated(with_media(roles["rollout"], tickets, Version(1, number)))
+        == {}
     )
     roles["rollout"].settle()
     roles.learn(Version(1, number))
@@ -144,11 +145,11 @@ def test_a_killed_hub_counts_as_before(tmp_path):
         (run.media / ("0" * 64)).write_bytes(b"of a rollout that was killed, and never named")
         first.kill()
         with HubProcess(run):
-            assert roles["rollout"].generated(rows) == {}
+            assert roles["rollout"].put_generated(rows) == {}
             roles["rollout"].settle()
             assert files(run) == {hash_content(png(0)), hash_content(png(1)), hash_content(wav(7))}
             roles.learn(V0)
-            claim = sound_claim(roles["actor"], "actor", BUDGET, placeholders=PADS)
+            claim = claim_valid(roles["actor"], "actor", BUDGET, placeholders=PADS)
             assert claim.tickets == (0, 1) == claim.with_media
             assert all(row["media_tokens"] for row in roles["actor"].rows(claim))
 
@@ -173,10 +174,10 @@ def broken(rows: list[Row], how: str, store: Path) -> None:
 def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, monkeypatch):
     """Not once a sample, nor again for the next claim of the same prompt, nor for what reads it
     then."""
-    seen: dict[str, list[bytes]] = {"id_of": [], "xxh3_128_digest": []}
+    seen: dict[str, list[bytes]] = {"hash_content": [], "xxh3_128_digest": []}
     for module, name in (
-        (media, "id_of"),
-        (media_client, "id_of"),
+        (media, "hash_content"),
+        (media_client, "hash_content"),
         (media.xxhash, "xxh3_128_digest"),
     ):
         real = getattr(module, name)
@@ -189,10 +190,12 @@ def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, 
     with in_thread(run, config), Roles(run, config) as roles:
         tickets = roles.admit(roles.start())
         rows = with_media(roles["rollout"], tickets)
-        assert len(rows) > len(tickets) and roles["rollout"].generated(rows) == {}
+        assert len(rows) > len(tickets) and roles["rollout"].put_generated(rows) == {}
         roles["rollout"].settle()
         blobs = sorted([png(0), png(1), wav(7)])
-        assert sorted(seen["id_of"]) == sorted([*blobs, wav(7)]), "the sound was handed over twice"
+        assert sorted(seen["hash_content"]) == sorted([*blobs, wav(7)]), (
+            "the sound was handed over twice"
+        )
         seen["xxh3_128_digest"].clear()
         reader = roles["reference"]
         for _ in range(2):
@@ -200,7 +203,7 @@ def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, 
             assert check_claim(reader, claim, PADS)
             assert {bytes(reader.media.read(hash_content(blob))) for blob in blobs} == set(blobs)
             assert sorted(seen["xxh3_128_digest"]) == blobs
-            reader.give_back(claim)
+            reader.return_claim(claim)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_a_mismatch_is_quarantined_and_the_run_goes_on(tmp_path, how, reason):
         tickets = roles.admit(roles.start())
         rows = with_media(roles["rollout"], tickets)
         broken(rows, how, run.media)
-        assert roles["rollout"].generated(rows) == {}
+        assert roles["rollout"].put_generated(rows) == {}
         roles["rollout"].settle()
         claim = roles["reference"].claim("reference", BUDGET)
         assert claim.tickets == (0, 1) and not check_claim(roles["reference"], claim, PADS)
@@ -228,7 +231,7 @@ def test_a_mismatch_is_quarantined_and_the_run_goes_on(tmp_path, how, reason):
         assert hash_content(png(1)) in hub.state.media.counts, "its ticket is generated again"
         again = roles["rollout"].connection.call("admit", reader="rollout/0", count=1)
         assert (again["tickets"], again["attempts"]) == ([1], [1]), "with another prompt"
-        assert roles["rollout"].generated(with_media(roles["rollout"], [1])) == {}
+        assert roles["rollout"].put_generated(with_media(roles["rollout"], [1])) == {}
         roles["rollout"].settle()
         roles.learn(V0)
         left = roles["reference"].claim("reference", BUDGET)
@@ -249,7 +252,7 @@ def test_a_dropped_group_keeps_its_media_until_it_was_made_again(tmp_path):
     run, config = make_run(tmp_path / "run"), small(keep_steps=0, staleness=1)
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         roles.admit(roles.start(), 2)
-        assert roles["rollout"].generated(with_media(roles["rollout"], [0, 1])) == {}
+        assert roles["rollout"].put_generated(with_media(roles["rollout"], [0, 1])) == {}
         roles["rollout"].settle()
         with QueueClient(run, config, "actor", 2) as actor:
             actor.connection.call("publish", version=str(Version(2, 0)), digest="d")
@@ -268,7 +271,9 @@ def test_spares_take_their_media_with_them(tmp_path):
         rollout = roles["rollout"]
         roles.admit(roles.start(), 2)
         extra = with_media(rollout, [0])
-        assert append(rollout, [row | {START: 0} for row in extra], {0: 1}, spare=True) == {}
+        assert (
+            append_segments(rollout, [row | {START: 0} for row in extra], {0: 1}, spare=True) == {}
+        )
         assert hub.state.media.counts[hash_content(png(0))] == 2
         assert contents(QueueState.load(hub.state.plan, hub.state.dump())) == contents(hub.state)
         admitted = rollout.tickets.admit("rollout/0", 1).result()
@@ -280,9 +285,9 @@ def test_spares_take_their_media_with_them(tmp_path):
             "the spare needs nothing for itself any more"
         )
         (place,) = admitted.logs
-        rows = [row for k in (0, 1) for row in read(rollout, place)[k]]
+        rows = [row for k in (0, 1) for row in read_log(rollout, place)[k]]
         ours = [row | {"row_id": row_id(ticket, k), "ticket": ticket} for k, row in enumerate(rows)]
-        assert rollout.generated([row | {"reward": 0.0} for row in ours]) == {}
+        assert rollout.put_generated([row | {"reward": 0.0} for row in ours]) == {}
         rollout.settle()
         assert hub.state.segments.counts() == {"appended": 6, "used": 6, "held": 0}
         claim = roles["reference"].claim("reference", BUDGET)
@@ -324,13 +329,13 @@ def test_only_who_generates_a_group_names_its_media(tmp_path):
         assert not run.media.exists() and hub.state.media.counts == {}
         rows = with_media(roles["rollout"], tickets)
         rows[0]["spans"][0]["media_id"] = rows[1]["spans"][0]["media_id"] = hash_content(png(9))
-        assert roles["rollout"].generated(rows) == {0: "unknown_media"}
+        assert roles["rollout"].put_generated(rows) == {0: "unknown_media"}
         assert hub.state.counts.dropped == {"unknown_media": 2} and list(
             hub.state.tickets.reissued
         ) == [0]
         rows[0]["spans"] = [{"kind": "image"}]
         with pytest.raises(RefusedError, match=r"put: 000000000\.00\.00: span"):
-            roles["rollout"].generated(rows)
+            roles["rollout"].put_generated(rows)
 
 
 @pytest.mark.parametrize("ids", [["../token"], ["A" * 64], ["0" * 64, 7], "0"])

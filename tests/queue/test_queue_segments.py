@@ -8,7 +8,7 @@ import pytest
 from relax_hpc.base.versions import Version
 from relax_hpc.config import dump
 from relax_hpc.queue.client import QueueClient
-from relax_hpc.queue.client.segments import START, UNFINISHED, append, read
+from relax_hpc.queue.client.segments import START, UNFINISHED, append_segments, read_log
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.inspect.audit import Ledger
 from relax_hpc.queue.lengths import pack_lengths
@@ -408,21 +408,24 @@ def test_logs_come_back_byte_for_byte_after_the_hub_and_their_maker_died(tmp_pat
         made, extra = rows_of([0, 1], V0, length=7), rows_of([9], V0, length=6)
         numbers = {0: 0, 1: 0}
         assert (
-            append(
+            append_segments(
                 roles["rollout"],
                 [segment(made[0]), segment(made[2]), segment(made[3], 0, 2)],
                 numbers,
             )
             == {}
         )
-        assert append(roles["rollout"], [segment(made[3], 2, 4)], numbers) == {}
-        assert append(roles["rollout"], [segment(row) for row in extra], {9: 2}, spare=True) == {}
+        assert append_segments(roles["rollout"], [segment(made[3], 2, 4)], numbers) == {}
+        assert (
+            append_segments(roles["rollout"], [segment(row) for row in extra], {9: 2}, spare=True)
+            == {}
+        )
         shards = {path.name for path in run.shards.iterdir()}
     with in_thread(run, config), QueueClient(run, config, "rollout", 2) as rollout:
         assert {path.name for path in run.shards.iterdir()} == shards
         rollout.connection.call("serve", reader="r", version=str(V0))
         admitted = rollout.tickets.admit("r", 4).result()
-        found = {place.holder: read(rollout, place) for place in admitted.logs}
+        found = {place.holder: read_log(rollout, place) for place in admitted.logs}
         assert {ticket: sorted(episodes) for ticket, episodes in found.items()} == {
             0: [0],
             1: [0, 1],
@@ -442,7 +445,7 @@ def test_logs_come_back_byte_for_byte_after_the_hub_and_their_maker_died(tmp_pat
                 assert whole[name].tobytes() == row[name].tobytes()
             assert whole["prompt_len"] == 2
             assert whole["finish_reason"] == (UNFINISHED if row["prompt_id"] == "p1" else "stop")
-        assert rollout.generated(rows_of([0, 1, 2], V0)) == {}
+        assert rollout.put_generated(rows_of([0, 1, 2], V0)) == {}
         rollout.settle()
     dump(config, run.config)
     result = Ledger(run).judge(0)
@@ -458,12 +461,12 @@ def test_a_killed_hub_keeps_what_it_was_given(tmp_path):
         roles.admit(roles.start())
         (row, _) = rows_of([0], V0, length=8)
         for start in (0, 2, 4):
-            assert append(roles["rollout"], [segment(row, start, start + 2)], {0: 0}) == {}
+            assert append_segments(roles["rollout"], [segment(row, start, start + 2)], {0: 0}) == {}
         hub.kill()
         with HubProcess(run), QueueClient(run, config, "rollout", 2) as rollout:
             rollout.connection.call("serve", reader="r", version=str(V0))
             (place,) = rollout.tickets.admit("r", 2).result().logs
-            assert read(rollout, place)[0][0]["token_ids"].tolist() == row["token_ids"].tolist()
+            assert read_log(rollout, place)[0][0]["token_ids"].tolist() == row["token_ids"].tolist()
             assert rollout.connection.call("status")["segments"] == {
                 "appended": 6,
                 "used": 0,

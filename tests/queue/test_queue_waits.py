@@ -34,7 +34,7 @@ def test_a_claim_was_for_one_role_after_the_other(tmp_path) -> None:
     run = make_run(tmp_path / "run")
     with in_thread(run, config), Roles(run, config) as roles:
         version, since = roles.start(), time.monotonic()
-        work = roles["actor"].claim_later("actor", BUDGET)
+        work = roles["actor"].submit_claim("actor", BUDGET)
         seen = [waiting(roles, "actor")]
         tickets = roles.generate(version)
         for role, fields in GIVES.items():

@@ -75,7 +75,7 @@ def _read(folder: Path, descriptor: Descriptor) -> tuple[dict[str, int], list[in
     row = reader.read(descriptor)["000000000.00.00"]
     tokens = row["token_ids"].tolist()
     reader.close()
-    return dict(reader.ways.shards), tokens
+    return dict(reader.plane_counts.shards), tokens
 
 
 def test_a_shard_is_readable_before_it_is_saved_and_after_its_maker_is_gone(tmp_path: Path) -> None:
@@ -146,11 +146,11 @@ def test_the_way_that_is_taken_is_told_once_a_maker_and_counted(
         made.read(descriptor)
     size = float(descriptors[0]["bytes"])
     first = {"queue/by_shm_shards": 2.0, "queue/by_tcp_shards": 2.0}
-    assert made.ways.since_last() == first | {
+    assert made.plane_counts.take_metrics() == first | {
         "queue/by_shm_bytes": 2 * size,
         "queue/by_tcp_bytes": 2 * size,
     }
-    assert made.ways.since_last() == {}
+    assert made.plane_counts.take_metrics() == {}
     made.close()
     shm, other = [
         line for line in capfd.readouterr().err.splitlines() if line.startswith("queue: ")

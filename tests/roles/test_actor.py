@@ -123,7 +123,7 @@ class Queue:
         self.dealt: list[int] = []
         self.asked = threading.Event()
 
-    def claim_later(
+    def submit_claim(
         self, task: str, budget: int, boundary: int, timeout: float, **dealt: int
     ) -> Future:
         self.claims.append(Future())
@@ -210,8 +210,8 @@ class Giving(Queue):
         super().__init__()
         self.left = list(claims)
 
-    def claim_later(self, *args: Any, **dealt: int) -> Future:
-        future = super().claim_later(*args, **dealt)
+    def submit_claim(self, *args: Any, **dealt: int) -> Future:
+        future = super().submit_claim(*args, **dealt)
         if self.left:
             future.set_result(self.left.pop(0))
         return future

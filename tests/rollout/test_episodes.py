@@ -19,7 +19,7 @@ from relax_hpc.base.errors import RefusedError
 from relax_hpc.base.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.base.versions import Version
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.queue.client.summary import summarise
+from relax_hpc.queue.client.summary import summarize_groups
 from relax_hpc.queue.row_ids import parse_row_id, row_id, row_ids, ticket_of
 from relax_hpc.queue.row_schema import Row, nest_rows, sampled_versions
 from relax_hpc.roles.advantages import advantages_of
@@ -311,7 +311,7 @@ def test_what_nobody_sampled_has_no_version_and_no_length(
     drawn = [number for number in numbers if number is not None]
     expected = {Version(1, number).encode() for number in drawn}
     assert sampled_versions(row) == expected
-    (told,) = summarise([row], ["token_ids", "token_versions"])
+    (told,) = summarize_groups([row], ["token_ids", "token_versions"])
     assert told["versions"] == sorted(expected)
     tally = Tally()
     tally.add([row])
@@ -334,10 +334,10 @@ def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) ->
         assert roles.admit(version) == [0, 1]
         whole = rows_of([0], version, episodes=b"\2\1")
         for lacks in (whole[:2], whole[1:], [whole[0], whole[0]], rows_of([0], version, samples=3)):
-            assert roles["rollout"].generated(lacks) == {0: "incomplete"}
+            assert roles["rollout"].put_generated(lacks) == {0: "incomplete"}
             assert roles.admit(version, 1) == [0], "the ticket is drawn again, whole"
         assert (
-            roles["rollout"].generated([*rows_of([1], version, episodes=b"\1\3"), *whole[::-1]])
+            roles["rollout"].put_generated([*rows_of([1], version, episodes=b"\1\3"), *whole[::-1]])
             == {}
         )
         claim = roles["reference"].claim("reference", BUDGET)
@@ -354,13 +354,13 @@ def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) ->
             with pytest.raises(
                 RefusedError, match=r"row_id: found .*, expected ticket.episode.row"
             ):
-                roles["rollout"].generated([whole[0] | {"row_id": name}])
+                roles["rollout"].put_generated([whole[0] | {"row_id": name}])
         with pytest.raises(RefusedError, match=r"found episode 70000, allowed: below 65536"):
-            roles["rollout"].generated([whole[0] | {"row_id": row_id(0, 70_000)}])
+            roles["rollout"].put_generated([whole[0] | {"row_id": row_id(0, 70_000)}])
         with pytest.raises(
             RefusedError, match=r"found an episode of 101 rows, allowed: at most 100"
         ):
-            roles["rollout"].generated(
+            roles["rollout"].put_generated(
                 [whole[0] | {"row_id": row_id(0, 0, row)} for row in range(101)]
             )
 

@@ -16,7 +16,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.client.claims import check_claim
-from relax_hpc.queue.client.segments import START, joined
+from relax_hpc.queue.client.segments import START, join_segment
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.prefetch import Window
 from relax_hpc.roles.route_watch import RouteWatch
@@ -81,9 +81,9 @@ def test_of_a_log_each_token_has_its_first_route() -> None:
     assert second[START] == 2 and len(second[NAME]) == 1 and second["prompt_len"] == 0
     draft.ended = whole
     (last,) = attempt.news(True, 9)
-    row = joined(joined(first, second), last)
+    row = join_segment(join_segment(first, second), last)
     assert SHAPE.find_fault(row) == "" and np.array_equal(row[NAME][3:], whole.extras[NAME])
-    again = Attempt(4, 0, PROMPT, 1, {0: answer_of([joined(first, second)], PROMPT)})
+    again = Attempt(4, 0, PROMPT, 1, {0: answer_of([join_segment(first, second)], PROMPT)})
     asked = again.request(0, None, 9).draft
     assert np.array_equal(asked.before[NAME], whole.before[NAME]) and len(asked.extras[NAME]) == 3
 
@@ -162,7 +162,7 @@ def put_with_routes(roles: Roles, tickets: list[int], version, tokens: int = 5) 
         row[NAME] = np.concatenate(
             [routes(len(row["token_ids"]) - 1, row["ticket"]), SHAPE.without_routes(1)]
         )
-    assert roles["rollout"].generated(made) == {}
+    assert roles["rollout"].put_generated(made) == {}
     roles["rollout"].settle()
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from relax_hpc.base.fields import FIELDS, FieldSpec
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.queue.client.segments import START, UNFINISHED, joined, told
+from relax_hpc.queue.client.segments import START, UNFINISHED, join_segment, summarize_logs
 from relax_hpc.queue.controller.state.segments import Log, Segments
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.rollout.attempt import Attempt, answer_of
@@ -52,13 +52,13 @@ class LogMachine(RuleBasedStateMachine):
         found: dict[int, Row] = {}
         for number in self.logs.logs[holder].shards:
             for k, segment in self.files[number].items():
-                found[k] = joined(found[k], segment) if k in found else segment
+                found[k] = join_segment(found[k], segment) if k in found else segment
         return {k: answer_of([row], PROMPT) for k, row in found.items()}
 
     def store(self, segments: Sequence[Row], number: int) -> tuple[int, Any]:
         """Write a shard; its number, and what the queue is told."""
         self.files[len(self.files)] = {one["episode"]: one for one in segments}
-        (growth,) = told(segments, {segments[0]["ticket"]: number})
+        (growth,) = summarize_logs(segments, {segments[0]["ticket"]: number})
         return len(self.files) - 1, (
             growth["ticket"],
             growth["attempt"],
@@ -224,11 +224,14 @@ def test_a_segment_holds_what_is_new_and_the_first_the_prompt():
         first[START],
     ) == (3, 0)
     assert second["token_ids"].tolist() == [3] and (second["prompt_len"], second[START]) == (0, 2)
-    assert second["loss_mask"].tolist() == [0] and told([second], {4: 2})[0]["versions"] == []
-    assert joined(first, second)["token_ids"].tolist() == [7, 8, 9, 1, 2, 3]
+    assert (
+        second["loss_mask"].tolist() == [0]
+        and summarize_logs([second], {4: 2})[0]["versions"] == []
+    )
+    assert join_segment(first, second)["token_ids"].tolist() == [7, 8, 9, 1, 2, 3]
     attempt.drafts[0].add([4], [-1.0], [5])
     (both,) = attempt.news(True, BUDGET)
-    again = joined(joined(first, second), both)
+    again = join_segment(join_segment(first, second), both)
     assert again["token_ids"].tolist() == [7, 8, 9, 1, 2, 3, 4], (
         "the answer to the second one was lost"
     )
@@ -249,7 +252,7 @@ def test_an_episode_of_several_rows_is_appended_when_it_has_ended_and_comes_back
     attempt.drafts[1].ended = Episode(rows)
     segments = attempt.news(True, 1)
     assert attempt.tokens == 2, "those that were sampled"
-    (growth,) = told(segments, {4: 0})
+    (growth,) = summarize_logs(segments, {4: 0})
     assert growth["segments"] == [[1, 0, 0, 2, 1], [1, 1, 0, 1, 1]] and growth["versions"] == [5, 6]
     attempt.appended(segments, False)
     assert attempt.news(True, 1) == []
@@ -280,7 +283,7 @@ def test_what_an_engine_gives_beside_the_tokens_is_in_the_log(monkeypatch):
     again = Attempt(4, 0, PROMPT, 1, {0: answer_of([part], PROMPT)})
     again.drafts[0].add([2], [-2.0], [5], {"routes": routes[1:]})
     (rest,) = again.news(True, BUDGET)
-    whole = answer_of([joined(part, rest)], PROMPT)
+    whole = answer_of([join_segment(part, rest)], PROMPT)
     assert whole.extras["routes"].tolist() == routes.tolist() and rest["routes"].tolist() == [
         [3, 4]
     ]

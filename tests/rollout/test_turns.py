@@ -28,7 +28,7 @@ from relax_hpc.environments.base import (
     Response,
     Step,
 )
-from relax_hpc.queue.client.segments import START, joined
+from relax_hpc.queue.client.segments import START, join_segment
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.rewards.environment_reward import environment
 from relax_hpc.rollout.attempt import Attempt, answer_of
@@ -424,7 +424,7 @@ class Log:
             number, known = one["row"], self.rows.get(one["row"])
             end = len(known["token_ids"]) - known["prompt_len"] if known else 0
             assert one[START] == max(0, end - self.again), "nothing twice"
-            self.rows[number] = joined(known, one) if known else one
+            self.rows[number] = join_segment(known, one) if known else one
         attempt.appended(segments, False)
 
     def copy(self) -> list[Row]:

@@ -14,9 +14,9 @@ from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.client import Claim
-from relax_hpc.queue.client.plane_log import Ways
+from relax_hpc.queue.client.plane_log import PlaneCounts
 from relax_hpc.roles import forward
-from relax_hpc.training.weights.subscriber import NOTHING, News
+from relax_hpc.training.weights.subscriber import NOTHING, PublishedVersion
 
 SPAN = OpenSpan("wait", None, "", ("", ""), 0.0, 0.0)
 
@@ -34,13 +34,13 @@ class Reader:
     def __init__(self, *_, **__) -> None:
         self.serving = NOTHING
         self.fetcher = SimpleNamespace(where=lambda _: ["here"])
-        self.news = iter([done(News(version="i000001-v000001", digest="old"))])
+        self.news = iter([done(PublishedVersion(version="i000001-v000001", digest="old"))])
 
     def newer(self) -> Future:
         return next(self.news, Future())
 
     def fetch(self, announced):
-        return News(version="i000002-v000000", digest="new"), "staged"
+        return PublishedVersion(version="i000002-v000000", digest="new"), "staged"
 
     def served(self, version: Version) -> None:
         self.serving = version
@@ -58,7 +58,7 @@ class Queue:
         self.given_back: list[int] = []
         self.put_rows: list[tuple[int, int]] = []
 
-    def claim_later(self, task: str, budget: int) -> Future:
+    def submit_claim(self, task: str, budget: int) -> Future:
         return done(next(self.claims))
 
     def give_back(self, claim: Claim) -> None:
@@ -73,7 +73,10 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     scores."""
     monkeypatch.setattr(forward, "Subscriber", Reader)
     client, told = Queue(), []
-    rows, reader = [{"row_id": "000000000.00.00"}], SimpleNamespace(ways=Ways(), planes=[])
+    rows, reader = (
+        [{"row_id": "000000000.00.00"}],
+        SimpleNamespace(plane_counts=PlaneCounts(), planes=[]),
+    )
     # The first time that they are read, their maker has just died.
     found = {8: iter([None, rows])}
     rows_of = {"rows": lambda claim, channel: next(found[claim.lease])}
@@ -97,7 +100,7 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     forward._lead(context, ranks, scorer, every=1)
     assert client.given_back == [7]
     assert client.put_rows == [(8, Version(2, 0).encode())]
-    news = asdict(News(version="i000002-v000000", digest="new"))
+    news = asdict(PublishedVersion(version="i000002-v000000", digest="new"))
     assert told[0] == {"do": "load", "news": news, "relays": ["here"]}, (
         "what the leader read, and passes on"
     )
@@ -135,7 +138,7 @@ def test_a_reference_takes_the_policy_once_in_so_many_steps(monkeypatch):
     assert weights.reader.every == 10, "it is told of multiples alone"
     assert weights.fit(Claim(1, 9, (), (), 9)) and not weights.fit(Claim(1, 10, (), (), 10))
     weights.reader.told = iter(
-        [done(News(version=str(Version(1, number)), digest="d")) for number in (10, 30)]
+        [done(PublishedVersion(version=str(Version(1, number)), digest="d")) for number in (10, 30)]
     )
     weights.news = weights.reader.newer()
     weights.pull()

@@ -105,7 +105,7 @@ def test_tickets_that_were_granted_as_the_engine_left_are_given_to_the_next(worl
 
 
 def test_a_claim_that_nobody_waits_for_is_released(world: World) -> None:
-    waits = world.actor.claim_later("actor", 2)
+    waits = world.actor.submit_claim("actor", 2)
     asyncio.run(cancelled(waits))
     world.actor.status.get().result()
     assert world.waiting() == []

@@ -17,7 +17,7 @@ from relax_hpc.config import dump
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.data.visits import prompt_at
 from relax_hpc.queue.client import QueueClient
-from relax_hpc.queue.client.segments import append
+from relax_hpc.queue.client.segments import append_segments
 from relax_hpc.queue.controller.server import Controller
 from relax_hpc.rollout import segment_log
 from relax_hpc.rollout.attempt import Attempt
@@ -162,7 +162,7 @@ def test_a_spare_that_cannot_be_appended_is_no_loss(world, monkeypatch, capsys):
     def broken(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(segment_log, "append", broken)
+    monkeypatch.setattr(segment_log, "append_segments", broken)
     config, waits = world.config, iter([True] * 50)
     config.max_staleness, config.rollout.over_sampling, config.rollout.groups_per_request = (
         1,
@@ -192,7 +192,7 @@ def test_a_log_that_cannot_be_used_is_drawn_anew_and_counted(world, capsys):  # 
         for ticket, prompt in ((0, source.prompt(0, 0)), (1, source.prompt(3, 0))):
             attempt = Attempt(ticket, 0, prompt, 2)
             attempt.drafts[1].add([5, 6], [-1.0, -1.0], [V0.encode()] * 2)
-            assert append(client, attempt.news(True, 8), {ticket: 0}) == {}
+            assert append_segments(client, attempt.news(True, 8), {ticket: 0}) == {}
     first = min(world.run.shards.glob("*.shard"))
     first.write_bytes(first.read_bytes()[:-8])
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))

@@ -33,7 +33,7 @@ from relax_hpc.training.weights.manifest import MANIFEST, WeightsError, read_man
 from relax_hpc.training.weights.node_cache import staging_root
 from relax_hpc.training.weights.pull import Puller
 from relax_hpc.training.weights.slab import MARK, open_slab
-from relax_hpc.training.weights.subscriber import NOTHING, Fetcher, News, Subscriber
+from relax_hpc.training.weights.subscriber import NOTHING, Fetcher, PublishedVersion, Subscriber
 from relax_hpc.training.weights.untrained_tensors import UntrainedTensors
 from relax_hpc.training.weights.version_files import FOLDER, LISTING, TENSORS
 from tests.effort import effort
@@ -300,7 +300,7 @@ def test_a_manifest_that_is_none_is_refused(stage, text):
     stage.put(0, file_every=0)
     path = stage.run.weights / "i000001-v000000" / MANIFEST
     path.write_text(text)
-    news = News(version="i000001-v000000", digest=version_files.digest(text.encode()))
+    news = PublishedVersion(version="i000001-v000000", digest=version_files.digest(text.encode()))
     with pytest.raises(WeightsError, match=f"{MANIFEST}: "):
         Fetcher(stage.run, stage.rollout.store.planes, WeightsConfig()).fetch(news)
 

@@ -44,7 +44,7 @@ from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.net.rendezvous.process import die_with_parent
 from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
 from relax_hpc.net.transport import TcpPlane
-from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.client import PublishedVersion, QueueClient
 from relax_hpc.queue.controller.relays import FAN_OUT
 from relax_hpc.queue.controller.server import Controller
 from relax_hpc.queue.plan import Plan
@@ -59,7 +59,7 @@ from relax_hpc.training.weights.manifest import Chunk, Manifest, read_manifest
 from relax_hpc.training.weights.node_cache import Staging
 from relax_hpc.training.weights.publisher import Publisher
 from relax_hpc.training.weights.slab import MARK, open_slab
-from relax_hpc.training.weights.subscriber import News, Subscriber
+from relax_hpc.training.weights.subscriber import Subscriber
 from relax_hpc.training.weights.tensors import SafetensorsFile, TensorInfo, TensorPart
 from relax_hpc.training.weights.transfers import Transfers
 from relax_hpc.training.weights.version_files import TENSORS
@@ -232,7 +232,7 @@ def reader(folder: Path, number: int, plane: str, rounds: int, relays: bool) -> 
             announced = subscriber.newer().result(WAIT_S)
 
 
-def reads(subscriber: Subscriber, news: News, rounds: int) -> dict[str, list[float]]:
+def reads(subscriber: Subscriber, news: PublishedVersion, rounds: int) -> dict[str, list[float]]:
     """Seconds of pulls into memory that is there already, and of the plane's reads alone, in turns.
 
     What a plane has mapped is copied for the second, as a reader has to.

@@ -1,13 +1,13 @@
-"""The client's side of the queue: methods with typed answers. The operations' names are known here
-and nowhere else."""
+"""The client side of the queue: methods with typed answers. Only this package knows the names of
+the controller's operations."""
 
 from relax_hpc.queue.client.answers import (
     Admission,
+    AttemptLog,
     Checkpoint,
     Claim,
-    LogPlace,
-    News,
     NextAttempt,
+    PublishedVersion,
     QueueStatus,
     StepTrained,
 )
@@ -18,11 +18,11 @@ from relax_hpc.queue.client.reading import read_columns, read_rows
 __all__ = [
     "BEAT_FILE_S",
     "Admission",
+    "AttemptLog",
     "Checkpoint",
     "Claim",
-    "LogPlace",
-    "News",
     "NextAttempt",
+    "PublishedVersion",
     "QueueClient",
     "QueueStatus",
     "StepTrained",

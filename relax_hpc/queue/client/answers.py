@@ -1,7 +1,6 @@
-"""Typed answers of the controller: the one place that knows the names in its messages.
+"""Typed answers of the controller: the only module that knows the keys of its answers.
 
-Whatever a later controller adds to an answer is passed over, so that groups can be upgraded one by
-one.
+Unknown keys of a newer controller are ignored, so that groups can be upgraded one by one.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from relax_hpc.queue.row_schema import Row
 
 Message = Mapping[str, Any]
 Waited = tuple[str, str, float]
-"""Role that was waited for, the reason, and the seconds."""
+"""Role for which the client waited, the reason, and the seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogPlace:
-    """Place of the log of an attempt at which an earlier owner of the ticket stopped."""
+class AttemptLog:
+    """Log of an attempt, at which an earlier owner of the ticket stopped."""
 
     holder: int
-    """Ticket whose owner goes on with the log."""
+    """Ticket whose owner continues the log."""
     ticket: int
-    """Ticket whose `attempt` wrote the log: another one than `holder` if the log was a spare."""
+    """Ticket whose `attempt` wrote the log. If the log was a spare, it differs from `holder`."""
     attempt: int
     shards: Sequence[Message]
     """Descriptors of the shards, in the order of the segments in them."""
@@ -33,51 +32,55 @@ class LogPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Tickets that an engine may start."""
+    """Tickets that an engine may generate."""
 
     tickets: Sequence[int]
     attempts: Sequence[int]
-    """Number of the attempt that begins, one for each ticket."""
+    """Number of the attempt that begins, for each ticket."""
     failures: Mapping[int, int]
-    """Attempts that came to nothing by their own fault, by ticket; those without any are left
+    """Failed attempts by ticket, without those that a filter dropped. Tickets without any are left
     out."""
-    logs: Sequence[LogPlace]
+    logs: Sequence[AttemptLog]
     waited: Sequence[Waited]
-    """Causes and seconds for which the tickets were not admitted sooner."""
+    """Reasons and seconds for which the tickets were not admitted earlier."""
 
     @classmethod
-    def of(cls, answer: Message) -> Admission | None:
-        """Admission in an answer; None: the run is finished."""
+    def from_answer(cls, answer: Message) -> Admission | None:
+        """The admission in an answer; None: the run is finished."""
         if answer.get("finished"):
             return None
-        attempts, failures = answer["attempts"], answer["failures"]
-        about = {
-            "attempts": attempts,
-            "failures": failures,
-            "waited": tuple(map(tuple, answer["waited"])),
-        }
-        return cls(tickets=answer["tickets"], logs=_places(answer), **about)
+        return cls(
+            tickets=answer["tickets"],
+            attempts=answer["attempts"],
+            failures=answer["failures"],
+            logs=_attempt_logs(answer),
+            waited=tuple(map(tuple, answer["waited"])),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextAttempt:
-    """The attempt that follows one that came to nothing."""
+    """The attempt that follows a failed one."""
 
     attempt: int
     failures: int
-    logs: Sequence[LogPlace]
-    """Log of the spare that the attempt is made of; empty if there is none."""
+    logs: Sequence[AttemptLog]
+    """Log of the spare that the attempt uses; empty: it uses no spare."""
 
     @classmethod
-    def of(cls, answer: Message) -> NextAttempt:
-        return cls(attempt=answer["attempt"], failures=answer["failures"], logs=_places(answer))
+    def from_answer(cls, answer: Message) -> NextAttempt:
+        return cls(
+            attempt=answer["attempt"], failures=answer["failures"], logs=_attempt_logs(answer)
+        )
 
 
-def _places(answer: Message) -> Sequence[LogPlace]:
-    shards, names = answer["shards"], ("holder", "ticket", "attempt")
+def _attempt_logs(answer: Message) -> Sequence[AttemptLog]:
+    shards = answer["shards"]
     return tuple(
-        LogPlace(
-            **{name: log[name] for name in names},
+        AttemptLog(
+            holder=log["holder"],
+            ticket=log["ticket"],
+            attempt=log["attempt"],
             shards=[shards[number] for number in log["shards"]],
         )
         for log in answer["logs"]
@@ -86,7 +89,8 @@ def _places(answer: Message) -> Sequence[LogPlace]:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Prompt groups that this client holds until it acks them, with where their rows lie."""
+    """Prompt groups that this client holds until it acknowledges them, and the shards of their
+    rows. The fields have the names of the keys in messages."""
 
     lease: int
     step: int
@@ -95,80 +99,76 @@ class Claim:
     min_version: int
     """Number of the weights that forward passes must use, at staleness 0."""
     place: int = 0
-    """First place in the order of training of these prompt groups, if they have places."""
+    """Position of the first of these prompt groups in the order of training, if they have one."""
     with_media: tuple[int, ...] = ()
-    """Tickets whose rows name media: see `check_claim`."""
+    """Tickets whose rows refer to media: see `check_claim`."""
     episodes: tuple[bytes, ...] = ()
-    """Rows of each episode, a byte an episode, one entry for each ticket."""
+    """Rows of each episode, one byte for each, one entry for each ticket."""
     assignment: Sequence[Sequence[Sequence[int]]] = ()
-    """Numbers of the rows as [data rank][micro-batch][row], in the order of their ids, if it was
-    claimed for ranks."""
+    """Numbers of the rows as [data rank][micro-batch][row], in the order of their ids, if the claim
+    was for ranks."""
     waited: Sequence[Waited] = ()
-    """Causes and seconds for which the claim had to wait."""
+    """Reasons and seconds for which the claim had to wait."""
     given: tuple[int, ...] = ()
-    """Tickets of a whole step that already have what the task gives: they are only to be looked
-    at."""
+    """Tickets of a whole step that already have the fields that the task adds: the task only reads
+    them."""
 
     @classmethod
-    def of(cls, message: Message) -> Claim:
+    def from_message(cls, message: Message) -> Claim:
         """The claim in the controller's answer, or in ``message()`` from another rank of the
         group."""
-        tickets, shards = tuple(message["tickets"]), tuple(message["shards"])
-        with_media, assignment = tuple(message.get("with_media", ())), message["assignment"]
-        place = message.get("place", tickets[0] if tickets else 0)
-        about = {
-            "with_media": with_media,
-            "assignment": assignment,
-            "waited": message.get("waited", ()),
-        }
-        about |= {"given": tuple(message.get("given", ())), "episodes": tuple(message["episodes"])}
+        tickets = tuple(message["tickets"])
         return cls(
             message["lease"],
             message["step"],
             tickets,
-            shards,
+            tuple(message["shards"]),
             message["min_version"],
-            place,
-            **about,
+            message.get("place", tickets[0] if tickets else 0),
+            with_media=tuple(message.get("with_media", ())),
+            episodes=tuple(message["episodes"]),
+            assignment=message["assignment"],
+            waited=message.get("waited", ()),
+            given=tuple(message.get("given", ())),
         )
 
     @classmethod
-    def of_answer(cls, answer: Message) -> Claim | None:
-        """Claim in an answer; None: the run is finished."""
-        return None if answer.get("finished") else cls.of(answer)
+    def from_answer(cls, answer: Message) -> Claim | None:
+        """The claim in an answer; None: the run is finished."""
+        return None if answer.get("finished") else cls.from_message(answer)
 
-    def lacking(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Rows among ``rows`` that do not have yet what the task gives."""
-        return (
-            [row for row in rows if ticket_of(row["row_id"]) not in self.given]
-            if self.given
-            else rows
-        )
+    def without_results(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Those of ``rows`` that do not have the fields yet that the task adds."""
+        if not self.given:
+            return rows
+        return [row for row in rows if ticket_of(row["row_id"]) not in self.given]
 
     def row_ids(self) -> list[str]:
-        """Ids of all its rows, in their order."""
-        pairs = zip(self.tickets, self.episodes, strict=True)
-        return [name for ticket, episodes in pairs for name in row_ids(ticket, episodes)]
+        """Ids of all its rows, in order."""
+        names: list[str] = []
+        for ticket, episodes in zip(self.tickets, self.episodes, strict=True):
+            names += row_ids(ticket, episodes)
+        return names
 
     def message(self) -> dict[str, Any]:
-        """A msgpack-able copy, for the other ranks of the group."""
+        """A copy for msgpack, for the other ranks of the group."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """A published version: the digest of its manifest, and of the listing of its files once there
-    are any."""
+class PublishedVersion:
+    """A published version: the digest of its manifest, and of the listing of its files once they
+    are written."""
 
     version: str
     digest: str
     files: str = ""
 
     @classmethod
-    def of(cls, answer: Message) -> News | None:
-        """News in an answer; None: no such version comes any more, or there is none."""
+    def from_answer(cls, answer: Message) -> PublishedVersion | None:
+        """The version in an answer; None: there is no such version, or none will follow."""
         if answer.get("evaluate"):
-            return OWED
+            return EVALUATION_DUE
         if "version" not in answer:
             return None
         return cls(
@@ -176,46 +176,47 @@ class News:
         )
 
 
-OWED = News(version="", digest="")
-"""News of no version: the reader that asked owes an evaluation of the one that it serves."""
+EVALUATION_DUE = PublishedVersion(version="", digest="")
+"""Answer without a version: the reader has to evaluate the version that it serves first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrained:
-    """The queue's answer about a step that was trained."""
+    """The queue's answer after a trained step."""
 
     staleness: Sequence[int]
     """Staleness of each prompt group: the version trained minus the oldest version of its
     tokens."""
     lag: int
-    """Publish lag: the version trained minus the oldest that anybody generates or scores with."""
+    """Publish lag: the trained version minus the oldest one with which any role generates or
+    scores."""
     save_next: bool = False
-    """Whether a checkpoint is due after the next step because `checkpoint.every_s` is over."""
+    """Whether a checkpoint is due after the next step because `checkpoint.every_s` has passed."""
 
     @classmethod
-    def of(cls, answer: Message) -> StepTrained:
+    def from_answer(cls, answer: Message) -> StepTrained:
         return cls(
             staleness=answer["staleness"],
             lag=answer["lag"],
-            # A hub of older code knows steps alone.
+            # A hub with older code decides by steps only, and does not send this key.
             save_next=answer.get("save_next", False),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A trainer's part of one: what is in its folder is judged by the digest."""
+    """A trainer's part of a checkpoint. The digest verifies its folder."""
 
     step: int
     incarnation: int
     name: str
     digest: str
     whole: bool = True
-    """Whether all trainers of the run have their part of that step, without which nobody resumes
-    from it."""
+    """Whether all trainers of the run have saved their parts of this step. Only then can a trainer
+    resume from it."""
 
     @classmethod
-    def of_answer(cls, answer: Message) -> list[Checkpoint]:
+    def list_from_answer(cls, answer: Message) -> list[Checkpoint]:
         """Checkpoints of the surviving lineage, oldest first."""
         names = ("step", "incarnation", "name", "digest")
         points = answer["checkpoints"]
@@ -227,26 +228,25 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStatus:
-    """Progress of a run, and what each member is doing; JSON values, as `relax-hpc status --json`
-    prints them."""
+    """Progress of a run and of its processes, as JSON values of `relax-hpc status --json`."""
 
     trained_steps: int
     steps: int
     accepted: int
-    """Rows accepted so far, also those that were dropped since."""
+    """Rows accepted so far, including those that were dropped later."""
     newest: str
     """Newest version; empty before the first one."""
     readers: Mapping[str, str]
-    """Version that each reader serves or scores with."""
+    """Version with which each reader generates or scores."""
     depth: Mapping[str, int]
-    """Prompt groups by how far they are."""
+    """Number of prompt groups in each state."""
     oldest_s: Mapping[str, float]
     untrained_bytes: int
     dropped: Mapping[str, int]
-    """Rows by reason; of prompt groups that never had any, one an episode."""
+    """Rows by reason. A prompt group that never had rows counts as one row for each episode."""
     noted: Mapping[str, int]
     disk: Sequence[Message]
-    """Disks at which writes do not succeed, see `Waits.longest`."""
+    """Disks on which writes fail, see `Waits.longest`."""
     segments: Mapping[str, int]
     refused_connections: int
     checkpoints: Sequence[Message]
@@ -254,28 +254,24 @@ class QueueStatus:
     beats: Mapping[str, Message]
     """Last beat of each member."""
     lacking: Mapping[str, Message]
-    """Groups that the others wait for, see `Presence.report`."""
+    """Groups for which others wait, see `GroupPresence.report`."""
     finished: bool
     waiting: Sequence[str]
-    """Requests that cannot be answered yet, in words."""
+    """Requests that cannot be answered yet, described in text."""
     worked: Sequence[str] = ()
-    """Roles that have given rows or fields, or trained a step. Complete only until a step is
-    trained, because then the queue forgets its rows."""
+    """Roles that have added rows or fields, or trained a step. It is complete only until the first
+    step is trained, because the queue then forgets the rows."""
     later: Message = field(default_factory=dict)
-    """Fields of a newer controller that this program does not know."""
+    """Fields of a newer controller that this program does not have."""
 
     @classmethod
-    def of(cls, answer: Message) -> QueueStatus:
-        known = {
-            name: value
-            for name, value in answer.items()
-            if name in cls.__slots__ and name != "later"
-        }
-        return cls(
-            **known, later={name: value for name, value in answer.items() if name not in known}
-        )
+    def from_answer(cls, answer: Message) -> QueueStatus:
+        fields = {name for name in cls.__slots__ if name != "later"}
+        present = {name: value for name, value in answer.items() if name in fields}
+        later = {name: value for name, value in answer.items() if name not in fields}
+        return cls(**present, later=later)
 
     def message(self) -> dict[str, Any]:
-        """Status as JSON values, also of fields that are not known here."""
-        about = asdict(self)
-        return about | dict(about.pop("later"))
+        """Status as JSON values, including fields of a newer controller."""
+        values = asdict(self)
+        return values | dict(values.pop("later"))

@@ -1,5 +1,5 @@
-"""Claims whose rows are as they should be. Prompt groups that nobody can use are quarantined, and
-the run goes on."""
+"""Claims with valid rows. Prompt groups with damaged rows are quarantined, and the run
+continues."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ if TYPE_CHECKING:
 
 DAMAGED, MISSING = "damaged_shard", "missing_shard"
 APPEARS_S = 60.0
-"""Seconds until a file that another node has written is seen on a network filesystem, at most."""
-_LOOK_S = 0.5
-Wrong = Iterator[tuple[str, int]]
-"""Reasons, and the tickets that they are about."""
+"""Longest time until a file that another node has written is visible on a network filesystem."""
+_POLL_S = 0.5
+Faults = Iterator[tuple[str, int]]
+"""Reasons, and the tickets that they concern."""
 
 
-def sound_claim(
+def claim_valid(
     client: QueueClient,
     task: str,
     budget: int,
     boundary: int = 0,
     placeholders: Mapping[str, int] | None = None,
 ) -> Claim | None:
-    """The next claim of ``task`` all of whose rows pass `check_claim`; None when the run is
-    finished."""
+    """The next claim of ``task`` whose rows all pass `check_claim`; None: the run is finished."""
     while claim := client.claim(task, budget, boundary):
         if check_claim(client, claim, placeholders):
             return claim
@@ -51,42 +50,42 @@ def check_claim(
     placeholders: Mapping[str, int] | None = None,
     routes: RouteShape | None = None,
 ) -> bool:
-    """Whether all rows of ``claim`` can be read, their media are there with the tokens that rollout
-    has counted, and they have ``routes``, if some are wanted.
+    """Whether all rows of ``claim`` are valid.
 
-    If not, the prompt groups that are wrong are quarantined: dropped and counted under the reason,
-    and others are generated in their place. The claim is given back, as it is if rows of it were
-    lost with their maker. ``placeholders``: see `check_media`. ShardError if a shard has not the
-    rows that the queue knows to be there.
+    They are valid if they can be read, their media exist with the tokens that rollout has counted,
+    and they have ``routes``, if some are required. Invalid prompt groups are quarantined: dropped,
+    counted under the reason, and replaced. The claim is then returned, as it is if rows were lost
+    with their producer. ``placeholders``: see `check_media`. ShardError: a shard does not have the
+    rows that the queue has recorded.
     """
     try:
-        wrong = list(_damaged(client, claim)) or [
+        faults = list(_damaged(client, claim)) or [
             *_bad_media(client, claim, placeholders),
-            *_routes(client, claim, routes),
+            *_bad_routes(client, claim, routes),
         ]
-        if not wrong:
+        if not faults:
             return True
     except ShardError:
-        if not _unseen(client, claim):
+        if not _absent_shards(client, claim):
             raise
-        # Only a maker had it, who cannot be reached.
-        wrong = list(_missing(client, claim)) if still_held(client, claim) else []
+        # Only its producer had the shard, and the producer cannot be reached.
+        faults = list(_missing(client, claim)) if is_on_disk(client, claim) else []
     by_reason: dict[str, set[int]] = {}
-    for reason, ticket in wrong:
+    for reason, ticket in faults:
         by_reason.setdefault(reason, set()).add(ticket)
     for reason, tickets in by_reason.items():
         client.quarantine(claim, sorted(tickets), reason)
-    client.give_back(claim)
+    client.return_claim(claim)
     return False
 
 
-def still_held(client: QueueClient, claim: Claim) -> bool:
-    """Whether all rows of ``claim`` are on disk, once the queue knows what becomes of them; else
-    some were lost."""
+def is_on_disk(client: QueueClient, claim: Claim) -> bool:
+    """Whether all rows of ``claim`` are on disk. Waits until the queue knows it. If not, some rows
+    were lost."""
     return len(client.training.settled([claim.lease]).result()) == len(claim.tickets)
 
 
-def _damaged(client: QueueClient, claim: Claim) -> Wrong:
+def _damaged(client: QueueClient, claim: Claim) -> Faults:
     for descriptor in claim.shards:
         try:
             client.store.read(descriptor)
@@ -97,48 +96,51 @@ def _damaged(client: QueueClient, claim: Claim) -> Wrong:
             yield from ((DAMAGED, ticket) for ticket in descriptor["tickets"])
 
 
-def _unseen(client: QueueClient, claim: Claim) -> list[dict[str, Any]]:
+def _absent_shards(client: QueueClient, claim: Claim) -> list[dict[str, Any]]:
     return [
         descriptor for descriptor in claim.shards if not client.store.files.has(descriptor["name"])
     ]
 
 
-def _missing(client: QueueClient, claim: Claim) -> Wrong:
-    """Tickets of shards that were saved, and whose files do not appear."""
-    until = time.monotonic() + APPEARS_S
-    while (gone := _unseen(client, claim)) and time.monotonic() < until:
-        time.sleep(_LOOK_S)
-    for descriptor in gone:
-        print(
-            f"quarantined: {client.store.files.folder / descriptor['name']}: saved, and not there",
-            flush=True,
-        )
+def _missing(client: QueueClient, claim: Claim) -> Faults:
+    """Tickets of shards that were saved, but whose files do not appear."""
+    deadline = time.monotonic() + APPEARS_S
+    absent = _absent_shards(client, claim)
+    while absent and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        absent = _absent_shards(client, claim)
+    for descriptor in absent:
+        path = client.store.files.folder / descriptor["name"]
+        print(f"quarantined: {path}: saved, but the file does not exist", flush=True)
         yield from ((MISSING, ticket) for ticket in descriptor["tickets"])
 
 
-def _bad_media(client: QueueClient, claim: Claim, placeholders: Mapping[str, int] | None) -> Wrong:
+def _bad_media(client: QueueClient, claim: Claim, placeholders: Mapping[str, int] | None) -> Faults:
     if not claim.with_media:
         return
     for row in client.rows(claim):
         try:
-            _check(client.media, row, placeholders)
+            _check_media(client.media, row, placeholders)
         except BadMedia as bad:
             print(f"quarantined: {bad}", flush=True)
             yield bad.reason, ticket_of(row["row_id"])
 
 
-def _routes(client: QueueClient, claim: Claim, shape: RouteShape | None) -> Wrong:
-    for row in client.rows(claim) if shape else ():
-        if fault := shape.find_fault(row):
+def _bad_routes(client: QueueClient, claim: Claim, shape: RouteShape | None) -> Faults:
+    if shape is None:
+        return
+    for row in client.rows(claim):
+        fault = shape.find_fault(row)
+        if fault:
             print(f"quarantined: {row['row_id']}: {fault}", flush=True)
             yield BAD_ROUTES, ticket_of(row["row_id"])
 
 
-def _check(store: MediaStore, row: Row, placeholders: Mapping[str, int] | None) -> None:
+def _check_media(store: MediaStore, row: Row, placeholders: Mapping[str, int] | None) -> None:
     if row["spans"] and not row.get("media_tokens"):
         raise BadMedia(
             "media_mismatch",
-            f"{row['row_id']}: it names media, and nobody says how many tokens they have",
+            f"{row['row_id']}: it refers to media, but has no media_tokens",
         )
     check_media(row, placeholders)
     for media_id in sorted(media_ids([row])):

@@ -1,5 +1,5 @@
-"""The connection to the controller of the highest incarnation: found through the roster, and again
-when it breaks."""
+"""The connection to the controller of the highest incarnation, found through the roster. It is
+replaced when it breaks."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from relax_hpc.net.transport.wire import BadMessage, controller_purpose, pack, u
 
 
 class Sendable(Protocol):
-    """A call that can be sent to the controller, also again."""
+    """A call that can be sent to the controller several times."""
 
     def request(self) -> dict[str, Any]:
-        """The message as of now."""
+        """The message, as of now."""
 
 
-class Line:
-    """Line to the controller of the highest incarnation."""
+class ControllerLink:
+    """Connection to the controller of the highest incarnation."""
 
     def __init__(self, run: RunDir, token: bytes) -> None:
-        self.run, self.token, self.bell = run, token, Wakeup()
+        self.run, self.token, self.wakeup = run, token, Wakeup()
         self._card: GroupCard | None = None
-        self._knock: tuple[int, PendingConnection] | None = None
-        """Incarnation of a controller, and a connection in the making to it."""
+        self._pending: tuple[int, PendingConnection] | None = None
+        """Incarnation of a controller, and a connection to it that is not established yet."""
         self._connection: FrameConnection | None = None
-        self._heard = 0.0
+        self._received_at = 0.0
         self._broken = False
 
-    def found(self, now: float, patience: float, seconds: float) -> FrameConnection | None:
-        """A new connection, if there is none, or this one is silent for ``patience`` and there is a
-        newer controller.
+    def find_connection(
+        self, now: float, patience_s: float, seconds: float
+    ) -> FrameConnection | None:
+        """A new connection, if none exists, or if the present one is silent for ``patience_s``
+        and there is a newer controller.
 
-        It takes ``seconds`` at most, and goes on where it was when it is called again.
+        A call takes at most ``seconds``. The next call continues to establish the same connection.
         """
-        if self._connection and now - self._heard < patience:
+        if self._connection and now - self._received_at < patience_s:
             return None
         card = latest_card(self.run, "hub")
-        if card is None or (
-            self._connection and self._card and card.incarnation <= self._card.incarnation
-        ):
+        if card is None:
+            return None
+        if self._connection and self._card and card.incarnation <= self._card.incarnation:
             return None
         card.check_protocol()
         try:
-            connection = self._knock_at(card, seconds).proceed(seconds)
+            connection = self._connect(card, seconds).proceed(seconds)
         except OSError:
-            self._knock = None
+            self._pending = None
             return None
         if connection:
-            self._card, self._knock = card, None
+            self._card, self._pending = card, None
         return connection
 
-    def _knock_at(self, card: GroupCard, seconds: float) -> PendingConnection:
-        if self._knock and self._knock[0] != card.incarnation:
-            self._knock[1].close()
-            self._knock = None
-        if not self._knock:
-            self._knock = (
-                card.incarnation,
-                PendingConnection(
-                    card.endpoint, self.token, controller_purpose(card.incarnation), seconds
-                ),
-            )
-        return self._knock[1]
+    def _connect(self, card: GroupCard, seconds: float) -> PendingConnection:
+        """The pending connection to the controller of ``card``, new if none exists."""
+        if self._pending and self._pending[0] != card.incarnation:
+            self._pending[1].close()
+            self._pending = None
+        if not self._pending:
+            purpose = controller_purpose(card.incarnation)
+            pending = PendingConnection(card.endpoint, self.token, purpose, seconds)
+            self._pending = card.incarnation, pending
+        return self._pending[1]
 
     @property
     def connected(self) -> bool:
@@ -73,31 +73,33 @@ class Line:
 
     @property
     def grace_s(self) -> float:
-        """Extra seconds beyond a call's patience while there is a connection, so that the
-        controller's own words arrive."""
+        """Seconds that a call waits beyond its deadline while there is a connection, so that the
+        controller's own error message arrives."""
         return 1.0 if self._connection else 0.0
 
-    def take(self, connection: FrameConnection) -> None:
-        """Go on with ``connection``."""
+    def use(self, connection: FrameConnection) -> None:
+        """Replace the present connection by ``connection``."""
         self.close()
-        self._connection, self._broken, self._heard = connection, False, time.monotonic()
+        self._connection, self._broken = connection, False
+        self._received_at = time.monotonic()
 
     def send(self, call: Sendable) -> None:
-        """Send ``call`` now, or with whatever connection is found next."""
+        """Send ``call`` now. Without a working connection, nothing is sent: the next connection
+        sends all calls."""
         if self._connection and not self._broken:
             try:
                 self._connection.send(pack(call.request()))
             except OSError:
                 self._broken = True
             if self._broken or self._connection.has_backlog:
-                self.bell.ring()
+                self.wakeup.ring()
 
     def wait(self, seconds: float) -> None:
-        """Wait until there may be replies, or the bell rings, or ``seconds`` have passed."""
-        self.bell.wait(None if self._broken else self._connection, seconds)
+        """Wait until a reply may have arrived, `wakeup` rings, or ``seconds`` have passed."""
+        self.wakeup.wait(None if self._broken else self._connection, seconds)
 
-    def replies(self) -> tuple[list[dict[str, Any]], bool]:
-        """Replies that have come, and whether the connection has just broken."""
+    def receive(self) -> tuple[list[dict[str, Any]], bool]:
+        """Replies that have arrived, and whether the connection broke."""
         replies: list[dict[str, Any]] = []
         if self._connection is None:
             return replies, False
@@ -109,8 +111,9 @@ class Line:
         except (OSError, BadMessage):
             self._broken = True
         if replies:
-            self._heard = time.monotonic()
-        if broken := self._broken:
+            self._received_at = time.monotonic()
+        broken = self._broken
+        if broken:
             self.close()
         return replies, broken
 
@@ -118,6 +121,6 @@ class Line:
         if self._connection:
             self._connection.close()
             self._connection = None
-        if self._knock:
-            self._knock[1].close()
-            self._knock = None
+        if self._pending:
+            self._pending[1].close()
+            self._pending = None

@@ -1,5 +1,4 @@
-"""Media of rollout: those of a prompt group are stored. Whoever reads rows counts them again:
-`claims`."""
+"""Media of rollout: store the media of a prompt group. Readers of rows check them in `claims`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from relax_hpc.queue.client import QueueClient
 
 TOO_LARGE = "media_too_large"
-"""Reason of BadMedia, for whoever counts the prompt group as failed."""
+"""Reason of BadMedia with which the prompt group fails."""
 
 
 def store_media(
@@ -25,28 +24,32 @@ def store_media(
 ) -> list[str]:
     """Store the media of a prompt group that this client generates; their ids, in order.
 
-    ``ids``: what `hash_content` has said of them; empty: nobody has asked. The queue hears first
-    who needs them, so what lies there without having been named can be removed. Asked again, or by
-    another group, it stores nothing twice. BadMedia: one of them, or all together, is larger than
-    `queue` allows.
+    ``ids``: results of `hash_content`; empty: compute them. The queue first records the ids, so
+    that stored media without a record can be deleted. A repeated call, or a call by another group,
+    stores nothing twice. BadMedia: a medium, or all together, is larger than `queue` allows.
     """
-    limits, sizes = client.config.queue, [memoryview(data).nbytes for data in media]
-    found = {"max_medium_bytes": max(sizes, default=0), "max_group_media_bytes": sum(sizes)}
-    for name, size in found.items():
-        if size > (allowed := getattr(limits, name)):
-            what = "a medium" if name == "max_medium_bytes" else f"{len(media)} media"
+    limits, sizes = client.config.queue, [_size_bytes(data) for data in media]
+    checks = {"max_medium_bytes": max(sizes, default=0), "max_group_media_bytes": sum(sizes)}
+    for name, size in checks.items():
+        allowed = getattr(limits, name)
+        if size > allowed:
+            subject = "a medium" if name == "max_medium_bytes" else f"{len(media)} media"
             text = (
-                f"{what} of {size} bytes, allowed queue.{name}={allowed}; shrink it, or raise "
+                f"{subject} of {size} bytes, allowed queue.{name}={allowed}; shrink it, or raise "
                 "the limit"
             )
             raise BadMedia(TOO_LARGE, f"ticket {ticket}: {text}")
     if 0 in sizes:
         raise BadMedia(
             "bad_media",
-            f"ticket {ticket}: a medium of 0 bytes, allowed 1 or more; mend the prompt's file",
+            f"ticket {ticket}: a medium of 0 bytes, allowed 1 or more; correct the prompt's file",
         )
     ids = list(ids) or [hash_content(data) for data in media]
-    if ids and client.tickets.name_media(ticket, ids).result():
+    if ids and client.tickets.register_media(ticket, ids).result():
         for media_id, data in zip(ids, media, strict=True):
             client.media.put(data, media_id)
     return ids
+
+
+def _size_bytes(data: bytes | memoryview | np.ndarray) -> int:
+    return len(data) if isinstance(data, bytes) else data.nbytes

@@ -1,5 +1,5 @@
-"""A role's connection to the queue: rows are put, claimed and read here; all else is asked in four
-parts of it."""
+"""A role's connection to the queue: this class puts, claims and reads rows. Four objects of it send
+all other requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
 from relax_hpc.net.transport import SlabPool
 from relax_hpc.queue.client.answers import Claim
-from relax_hpc.queue.client.connection import Connection, nothing, then
+from relax_hpc.queue.client.connection import QueueConnection, nothing, then
 from relax_hpc.queue.client.reading import read_columns, read_rows
 from relax_hpc.queue.client.status import Status
-from relax_hpc.queue.client.summary import media_of_groups, summarise
+from relax_hpc.queue.client.summary import summarize_groups, summarize_media
 from relax_hpc.queue.client.tickets import Tickets
 from relax_hpc.queue.client.training import Training
 from relax_hpc.queue.client.weights import Weights
@@ -32,7 +32,7 @@ from relax_hpc.queue.storage.record_file import SUFFIX
 from relax_hpc.queue.storage.shard_store import ShardStore, files_of, planes_of
 
 _SETTLE_S = 5.0
-"""Seconds that a closing client waits until all that it has put is accepted."""
+"""Seconds for which a closing client waits until its puts are accepted."""
 
 
 class QueueClient:
@@ -51,7 +51,7 @@ class QueueClient:
     ) -> None:
         self.run, self.config, self.group, self.incarnation = run, config, group, incarnation
         self.member = member or group
-        self.connection = Connection(run, config, group, incarnation, self.member)
+        self.connection = QueueConnection(run, config, group, incarnation, self.member)
         self.name, self.beat = self.connection.name, self.connection.beat
         submit = self.connection.submit
         self.tickets, self.weights = Tickets(submit), Weights(submit)
@@ -59,56 +59,61 @@ class QueueClient:
         self._store: ShardStore | None = None
         self._store_lock = threading.Lock()
         self._shard_ids = itertools.count(1)
-        self._told: Future = Future()
-        """Future of the answer to the last report of saved shards."""
-        self._told.set_result(None)
+        self._saved_report: Future = Future()
+        """Answer to the last report of saved shards."""
+        self._saved_report.set_result(None)
 
     # -- claims ------------------------------------------------------------------------------------
 
-    def claim_later(
-        self, task: str, budget: int, boundary: int = 0, timeout: float | None = None, **dealt: int
+    def submit_claim(
+        self,
+        task: str,
+        budget: int,
+        boundary: int = 0,
+        timeout: float | None = None,
+        **assignment: int,
     ) -> Future[Claim | None]:
-        """A future Claim of the next window of ``task`` (None when the run is finished); see
+        """A future Claim of the next window of ``task`` (None: the run is finished); see
         planning.claims.claimable.
 
-        ``dealt`` to data ranks: ``ranks``, ``max_tokens`` of a micro-batch, ``batch``; see
-        planning.claims.assignment.
+        ``assignment`` of rows to data ranks: ``ranks``, ``max_tokens`` of a micro-batch, ``batch``,
+        ``max_media``; see planning.claims.assign_rows.
         """
-        about = {
+        args = {
             "task": task,
             "budget": budget,
             "boundary": boundary or self.config.prompts_per_step,
-            **dealt,
+            **assignment,
         }
-        return then(self.connection.submit("claim", timeout, **about), Claim.of_answer)
+        return then(self.connection.submit("claim", timeout, **args), Claim.from_answer)
 
-    def claim(self, task: str, budget: int, boundary: int = 0, **dealt: int) -> Claim | None:
-        """Claim by `claim_later`, and wait for it."""
-        return self.claim_later(task, budget, boundary, **dealt).result()
+    def claim(self, task: str, budget: int, boundary: int = 0, **assignment: int) -> Claim | None:
+        """Send the request of `submit_claim`, and wait for the answer."""
+        return self.submit_claim(task, budget, boundary, **assignment).result()
 
     def release(self, claim: Claim) -> Future[None]:
-        """Hold ``claim`` no more: what is still wanted of it is offered again."""
+        """Release ``claim``: rows that are still valid are offered again."""
         return then(self.connection.submit("release", lease=claim.lease), nothing)
 
-    def give_back(self, claim: Claim) -> None:
-        """Give a claim back by `release`, and wait for it."""
+    def return_claim(self, claim: Claim) -> None:
+        """Call `release`, and wait for the answer."""
         self.release(claim).result()
 
     def quarantine(self, claim: Claim, tickets: Sequence[int], reason: str) -> None:
-        """Nobody may use these prompt groups of ``claim``: they are dropped, and made again from
-        other prompts."""
+        """Drop these prompt groups of ``claim``, so that no task uses them. Their tickets are
+        generated again from other prompts."""
         self.connection.call("quarantine", lease=claim.lease, tickets=list(tickets), reason=reason)
 
     def rows(self, claim: Claim) -> list[Row]:
-        """Rows of a claim, by `read_rows` through this client's store."""
+        """Rows of a claim; see `read_rows`."""
         return read_rows(self.store, claim)
 
     def columns(
-        self, claim: Claim, fields: Sequence[str], room: memoryview | None = None
+        self, claim: Claim, fields: Sequence[str], buffer: memoryview | None = None
     ) -> dict[str, Column]:
-        """``read_columns`` through this client's store: much cheaper than rows where rows are many
-        or small."""
-        return read_columns(self.store, claim, fields, room)
+        """Columns of a claim, see `read_columns`: much faster than `rows` for many or small
+        rows."""
+        return read_columns(self.store, claim, fields, buffer)
 
     # -- puts --------------------------------------------------------------------------------------
 
@@ -120,35 +125,35 @@ class QueueClient:
         extras: Sequence[dict[str, Any]] = (),
         name: str = "",
     ) -> dict[int, str]:
-        """Add ``fields`` to whole prompt groups; with ``claim``, ack it in the same message.
+        """Add ``fields`` to whole prompt groups; with ``claim``, acknowledge it in the same
+        message.
 
-        ``extras``: see `handlers.rows.put`. ``name``: of their shard, from `next_shard`, for who
-        has to know it.
+        ``extras``: see `handlers.rows.put`. ``name``: of their shard, from `next_shard`, if the
+        caller needs to know it.
 
         Returns why tickets were refused, by ticket (`rolled_back`, `stale_version`, `lease_lost`,
-        `duplicate`...). RefusedError, naming the field, if a row is not as the schema says.
+        `duplicate`...). RefusedError, naming the field: a row does not match the schema.
         """
         name = name or self.next_shard()
         try:
             shard, saved = self.store.make(
                 name, rows, fields, {"group": self.group, "incarnation": self.incarnation}
             )
-            summary = summarise(rows, fields)
+            summary = summarize_groups(rows, fields)
         except BadRow as error:
             self.store.discard(name)
             raise RefusedError(f"put: {error}") from error
-        lease, names = claim.lease if claim else 0, list(fields)
         self.beat.progress += 1
-        also = {"extras": list(extras)} if extras else {}
-        about = {
+        args: dict[str, Any] = {
             "shard": shard,
             "rows": summary,
-            "fields": names,
-            "lease": lease,
+            "fields": list(fields),
+            "lease": claim.lease if claim else 0,
             "saved": saved,
-            **also,
         }
-        refused = self.connection.call("put", **about)["refused"]
+        if extras:
+            args["extras"] = list(extras)
+        refused = self.connection.call("put", **args)["refused"]
         if not saved and len(refused) < len(summary):
             self.store.save(name)
         elif not saved:
@@ -156,63 +161,63 @@ class QueueClient:
         return refused
 
     def next_shard(self) -> str:
-        """Name that no other shard has."""
+        """A new unique name of a shard."""
         return f"{self.name.replace('/', '-')}-{next(self._shard_ids):06d}{SUFFIX}"
 
     @property
     def store(self) -> ShardStore:
-        """The shards of this process; made when they are first needed, which they are not by who
-        only looks."""
+        """The shards of this process; created at the first use, because a client that only reads
+        status needs none."""
         with self._store_lock:
             if self._store is None:
                 pool, files = SlabPool(), files_of(self.run, self.config)
                 planes = planes_of(self.run, self.config, self.group, self.name, pool)
                 self._store = ShardStore(
-                    files, planes, pool, self.config.queue.memory_bytes, self._saved
+                    files, planes, pool, self.config.queue.memory_bytes, self._report_saved
                 )
                 self.connection.shards = self._store
             return self._store
 
     @cached_property
     def media(self) -> MediaStore:
-        """Media store of this process, which remembers what it has found sound; see `store` for
-        when it is made."""
+        """Media store of this process. It remembers which media it has checked. Created at the
+        first use."""
         return MediaStore(
             self.run.media,
             self.config.queue.durability == "commit",
             self.config.queue.max_medium_bytes,
         )
 
-    def _saved(self, names: list[str]) -> None:
-        """The files of shards are written; the queue is told, and told again if its controller
+    def _report_saved(self, names: list[str]) -> None:
+        """Report that the files of shards are written. The report is repeated if the controller
         changes."""
-        self._told = self.connection.submit("saved", names=names)
+        self._saved_report = self.connection.submit("saved", names=names)
 
-    def generated(
+    def put_generated(
         self, rows: Sequence[Row], name: str = "", fields: Sequence[str] = GENERATED
     ) -> dict[int, str]:
-        """Put new prompt groups with these ``fields``, and those optional ones that rows have."""
+        """Put new prompt groups with these ``fields``, and with optional fields that rows have."""
         extras: list[dict[str, Any]] = []
         if any(row.get("spans") for row in rows):
             try:
-                extras = media_of_groups(rows)
+                extras = summarize_media(rows)
             except BadRow as error:
                 raise RefusedError(f"put: {error}") from error
         return self.put(*add_optional_fields(rows, fields), extras=extras, name=name)
 
     def settle(self, timeout: float | None = None) -> None:
-        """Wait until everything put here is accepted: saved, as durably as configured, and
+        """Wait until all puts of this client are accepted: saved as durably as configured, and
         journaled. DeadlineError."""
         timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
         if self._store and not self._store.settle(timeout):
-            why = self._store.failure or (
-                describe_wait(wait) if (wait := WAITS.longest()) else "its disk is slow"
-            )
-            raise DeadlineError(f"settle: what was put is not saved after {timeout:.0f} s: {why}")
-        self._told.result(timeout)
+            wait = WAITS.longest()
+            cause = describe_wait(wait) if wait else "its disk is slow"
+            reason = self._store.failure or cause
+            raise DeadlineError(f"settle: puts are not saved after {timeout:.0f} s: {reason}")
+        self._saved_report.result(timeout)
 
     def close(self) -> None:
-        """Save what was put, and stop talking; what was not answered fails."""
+        """Save all puts, and end the communication. Requests without an answer fail."""
         if self._store:
             with contextlib.suppress(Exception):
                 self.settle(_SETTLE_S)

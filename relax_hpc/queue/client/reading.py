@@ -1,4 +1,4 @@
-"""The rows of a claim, put together from the shards in which their fields lie."""
+"""The rows of a claim, merged from the shards that contain their fields."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from relax_hpc.queue.storage.shard_store import ShardReader
 
 
 def read_rows(reader: ShardReader, claim: Claim) -> list[Row]:
-    """The rows of ``claim`` in the order of their ids: the fields that its task needs, and what was
-    put with those.
+    """The rows of ``claim`` in the order of their ids, with all fields of the shards of the claim:
+    those that its task needs, and others that were put with them.
 
-    ShardError, naming the file, if one is damaged or is another's.
+    ShardError, naming the file: a shard is damaged or does not belong to the claim.
     """
     names = {
         ticket: row_ids(ticket, rows)
         for ticket, rows in zip(claim.tickets, claim.episodes, strict=True)
     }
-    merged: dict[str, Row] = {name: {} for ticket in claim.tickets for name in names[ticket]}
+    merged: dict[str, Row] = {name: {} for name in claim.row_ids()}
     for descriptor in claim.shards:
         rows = reader.read(descriptor)
-        # A shard may also hold dropped rows of tickets that were generated again: only its own
-        # count.
+        # A shard may also contain dropped rows of tickets that were generated again. Only the
+        # tickets in the descriptor are valid.
         for ticket in descriptor["tickets"]:
             for name in names[ticket]:
                 if name not in rows:
@@ -39,29 +39,29 @@ def read_rows(reader: ShardReader, claim: Claim) -> list[Row]:
 
 
 def read_columns(
-    reader: ShardReader, claim: Claim, fields: Sequence[str], room: memoryview | None = None
+    reader: ShardReader, claim: Claim, fields: Sequence[str], buffer: memoryview | None = None
 ) -> dict[str, Column]:
-    """``fields`` of all rows of ``claim`` in the order of their ids, those of numbers as `flat`,
-    rows end to end.
+    """``fields`` of all rows of ``claim`` in the order of their ids, numbers as `flat` arrays
+    without gaps between rows.
 
-    They are views of the maker's memory where it can be mapped, which stays until the claim is
-    answered; where there is ``room`` for the claim's shards (bytes, 64 more for each), they are
-    copied to it, to be kept. LookupError if a field is not there, ShardError as `read_rows`.
+    They are views of the producer's memory where it can be mapped, valid until the claim is
+    acknowledged. With a ``buffer`` for the claim's shards (their bytes, and 64 more for each), they
+    are copied to it, and stay valid. LookupError: a field is missing. ShardError: as `read_rows`.
     """
     names = claim.row_ids()
-    found: dict[str, Column] = {}
+    by_name: dict[str, Column] = {}
     for descriptor in claim.shards:
-        # A shard may also hold dropped rows of tickets that were generated again.
+        # A shard with rows of other tickets cannot be used as a whole.
         columns = (
-            reader.columns(descriptor, room)
+            reader.columns(descriptor, buffer)
             if descriptor["tickets"] == list(claim.tickets)
             else None
         )
-        room = room[aligned(descriptor["bytes"]) :] if room else room
+        buffer = buffer[aligned(descriptor["bytes"]) :] if buffer else buffer
         if columns is None or columns.row_ids != names:
             break
-        found |= {column.name: column for column in columns.columns}
+        by_name |= {column.name: column for column in columns.columns}
     else:
-        return {field: found[field] for field in fields}
+        return {field: by_name[field] for field in fields}
     rows = read_rows(reader, claim)
     return {field: column_of(field, [row[field] for row in rows]) for field in fields}

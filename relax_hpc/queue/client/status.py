@@ -1,4 +1,4 @@
-"""Status: how far the run is, and what its groups tell people."""
+"""Status requests: progress of the run, and reports for people."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from relax_hpc.queue.client.connection import Submit, nothing, then
 
 
 class Status:
-    """Requests that anybody may make. Every method returns a future; few wait for it."""
+    """Requests that any client may make. Every method returns a future; most callers ignore it."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
 
     def get(self, timeout: float | None = None) -> Future[QueueStatus]:
-        """Progress of the run, and what each member is doing."""
-        return then(self._submit("status", timeout), QueueStatus.of)
+        """Progress of the run, and the work of each process."""
+        return then(self._submit("status", timeout), QueueStatus.from_answer)
 
-    def over(self) -> Future[None]:
-        """Answered once the run is finished."""
+    def run_finished(self) -> Future[None]:
+        """A future that is done when the run is finished."""
         return then(self._submit("over"), nothing)
 
     def note(self, what: str, name: str, reason: str) -> Future[None]:
-        """Count something that went wrong outside of a ticket: an engine's fault, a broken line of
-        a prompt file."""
+        """Count a fault that concerns no ticket: of an engine, or in a line of a prompt file."""
         return then(self._submit("note", what=what, name=name, reason=reason), nothing)
 
     def report(
@@ -42,15 +41,23 @@ class Status:
         )
 
     def show(self, step: int, texts: Sequence[str]) -> Future[None]:
-        """A few texts for people, such as what was generated for ``step``."""
+        """Send a few texts for people, such as samples of ``step``."""
         return then(self._submit("show", step=step, texts=list(texts)), nothing)
 
     def first_failure(
         self, reason: str, detail: str, location: str, traceback: str
     ) -> Future[None]:
-        """Report the first failure of a kind that this process has seen, for people."""
-        texts = {"detail": detail, "location": location, "traceback": traceback}
-        return then(self._submit("first_failure", reason=reason, **texts), nothing)
+        """Report the first failure of a kind in this process, for people."""
+        return then(
+            self._submit(
+                "first_failure",
+                reason=reason,
+                detail=detail,
+                location=location,
+                traceback=traceback,
+            ),
+            nothing,
+        )
 
     def down(self, group: str, incarnation: int) -> Future[None]:
         """Report that a supervisor saw this incarnation of ``group`` end."""

@@ -1,5 +1,5 @@
-"""Summary of rows that are put, for the controller: by prompt group which rows, their lengths,
-their versions."""
+"""Summary of a put for the controller: the rows of each prompt group, their lengths and
+versions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from relax_hpc.queue.storage.media import media_by_ticket
 
 
 @dataclass(slots=True)
-class _Group:
-    """Tokens by (episode, row), and versions of one prompt group."""
+class _GroupSummary:
+    """Tokens by (episode, row), and versions, of one prompt group."""
 
     lengths: dict[tuple[int, int], int] = field(default_factory=dict)
     versions: set[int] = field(default_factory=set)
 
 
-def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]]:
+def summarize_groups(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]]:
     """Summary of each prompt group for the controller: ticket, rows of each episode, their lengths,
     versions.
 
-    BadRow: an id is none.
+    BadRow: a row id is malformed.
     """
-    groups: defaultdict[int, _Group] = defaultdict(_Group)
+    groups: defaultdict[int, _GroupSummary] = defaultdict(_GroupSummary)
     generated, scored = "token_ids" in fields, "old_logprob_version" in fields
     try:
         for row in rows:
@@ -40,30 +40,31 @@ def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]
                 group.versions |= sampled_versions(row)
             if scored:
                 group.versions.add(int(row["old_logprob_version"]))
-        return [_told(ticket, group, generated) for ticket, group in groups.items()]
+        return [_message(ticket, group, generated) for ticket, group in groups.items()]
     except ValueError as error:
         raise BadRow(str(error)) from error
 
 
-def media_of_groups(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Media of prompt groups for the controller: ticket, ids, tokens that stand for them, of each
-    row and of all media together, each counted once. BadRow: a row's spans, or its id, are none."""
-    named, groups = media_by_ticket(rows), defaultdict[int, list[Row]](list)
+def summarize_media(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Media of each prompt group for the controller: ticket, media ids, and tokens of media: of
+    each row, then of all distinct media. BadRow: a row's spans, or its id, are malformed."""
+    ids_by_ticket, groups = media_by_ticket(rows), defaultdict[int, list[Row]](list)
     for row in sorted(rows, key=lambda row: parse_row_id(row["row_id"])):
         groups[parse_row_id(row["row_id"])[0]].append(row)
-    sizes = {ticket: group_size(groups[ticket]) for ticket in named}
-    tokens = {ticket: pack_lengths([*size.media, size.distinct]) for ticket, size in sizes.items()}
-    return [
-        {"ticket": ticket, "media": ids, "tokens": tokens[ticket]} for ticket, ids in named.items()
-    ]
+    summaries = []
+    for ticket, ids in ids_by_ticket.items():
+        size = group_size(groups[ticket])
+        tokens = pack_lengths([*size.media, size.distinct])
+        summaries.append({"ticket": ticket, "media": ids, "tokens": tokens})
+    return summaries
 
 
-def _told(ticket: int, group: _Group, generated: bool) -> dict[str, Any]:
-    places = tuple(sorted(group.lengths))
-    lengths = pack_lengths([group.lengths[place] for place in places]) if generated else b""
+def _message(ticket: int, group: _GroupSummary, generated: bool) -> dict[str, Any]:
+    keys = tuple(sorted(group.lengths))
+    lengths = pack_lengths([group.lengths[key] for key in keys]) if generated else b""
     return {
         "ticket": ticket,
-        "episodes": rows_by_episode(places),
+        "episodes": rows_by_episode(keys),
         "lengths": lengths,
         "versions": sorted(group.versions),
     }

@@ -1,4 +1,4 @@
-"""Tickets: which prompt groups an engine may start, and what becomes of attempts at them."""
+"""Requests about tickets: which prompt groups an engine may generate, and the fate of attempts."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from relax_hpc.queue.client.connection import Submit, nothing, then
 
 
 class Tickets:
-    """Requests of rollout about tickets. Every method returns a future with the answer."""
+    """Requests of rollout about tickets. Every method returns a future of the answer."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
 
     def admit(self, reader: str, count: int) -> Future[Admission | None]:
-        """Admit up to ``count`` tickets for the engine ``reader``, once there is one; None: the run
-        is finished."""
-        return then(self._submit("admit", reader=reader, count=count), Admission.of)
+        """Admit up to ``count`` tickets for the engine ``reader``, as soon as one is admissible;
+        None: the run is finished."""
+        return then(self._submit("admit", reader=reader, count=count), Admission.from_answer)
 
     def fail(self, ticket: int, attempt: int, reason: str) -> Future[NextAttempt]:
-        """Report that this attempt at ``ticket`` came to nothing; the next attempt at the same
-        ticket."""
+        """Report that this attempt at ``ticket`` failed; the next attempt at the same ticket."""
         return then(
-            self._submit("fail", ticket=ticket, attempt=attempt, reason=reason), NextAttempt.of
+            self._submit("fail", ticket=ticket, attempt=attempt, reason=reason),
+            NextAttempt.from_answer,
         )
 
-    def give_back(self, ticket: int) -> Future[None]:
-        """Nobody works on it here any more; whoever is admitted to it next goes on with what its
-        log has."""
+    def return_ticket(self, ticket: int) -> Future[None]:
+        """Stop working on the ticket. The next owner continues from its log."""
         return then(self._submit("give_back", ticket=ticket), nothing)
 
     def append(
@@ -41,21 +40,25 @@ class Tickets:
         spare: bool,
         timeout: float | None = None,
     ) -> Future[dict[int, str]]:
-        """Segments of ``logs`` lie in ``shard``; why tickets were refused. See
-        `client.segments.append`."""
-        about = {"shard": shard, "logs": list(logs), "fields": list(fields), "spare": spare}
-        return then(self._submit("append", timeout, **about), lambda answer: answer["refused"])
+        """Report segments of ``logs`` in ``shard``; why tickets were refused. See
+        `client.segments.append_segments`."""
+        return then(
+            self._submit(
+                "append", timeout, shard=shard, logs=list(logs), fields=list(fields), spare=spare
+            ),
+            lambda answer: answer["refused"],
+        )
 
     def drop_attempt(self, ticket: int, attempt: int, reason: str) -> Future[None]:
-        """Drop all that there is of an attempt: its ticket begins anew, and a spare one is
+        """Drop an attempt and its log: its ticket starts again. A spare attempt is only
         counted."""
         return then(
             self._submit("drop_attempt", ticket=ticket, attempt=attempt, reason=reason), nothing
         )
 
-    def name_media(self, ticket: int, ids: Sequence[str]) -> Future[bool]:
-        """The prompt group of ``ticket`` needs these media; whether they are to be stored: its
-        owner does that."""
+    def register_media(self, ticket: int, ids: Sequence[str]) -> Future[bool]:
+        """Record that the prompt group of ``ticket`` needs these media; whether the caller has to
+        store them, because it owns the ticket."""
         return then(
             self._submit("media", ticket=ticket, ids=list(ids)), lambda answer: answer["named"]
         )

@@ -1,4 +1,4 @@
-"""Weights: which versions there are, and who serves which."""
+"""Requests about weights: published versions, and the version of each reader."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from concurrent.futures import Future
 from typing import Any
 
 from relax_hpc.base.versions import Version
-from relax_hpc.queue.client.answers import News
+from relax_hpc.queue.client.answers import PublishedVersion
 from relax_hpc.queue.client.connection import Submit, nothing, then
 
 
 class Weights:
-    """Requests about versions, of the actor and of engines. Every method returns a future with the
+    """Requests of the actor and of readers about versions. Every method returns a future of the
     answer."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
 
     def publish(self, version: Version, digest: str) -> Future[list[str]]:
-        """``version`` can be pulled, its manifest has this digest; the versions that somebody may
-        still need."""
+        """Report that ``version`` can be pulled and its manifest has this digest; the versions that
+        a reader may still need."""
         return then(
             self._submit("publish", version=str(version), digest=digest),
             lambda answer: answer["keep"],
         )
 
     def filed(self, version: Version, digest: str) -> Future[None]:
-        """The files of ``version`` are written; ``digest`` is that of their listing."""
+        """Report that the files of ``version`` are written; ``digest``: of their listing."""
         return then(self._submit("filed", version=str(version), digest=digest), nothing)
 
     def newer(
@@ -36,37 +36,51 @@ class Weights:
         multiple_of: int = 1,
         timeout: float | None = None,
         evaluator: str = "",
-    ) -> Future[News | None]:
-        """The newest version whose number is a multiple, once it is above ``after``; None: the run
-        is finished.
+    ) -> Future[PublishedVersion | None]:
+        """The newest version whose number is a multiple, as soon as it is above ``after``; None:
+        the run is finished.
 
-        OWED: the reader ``evaluator`` is to evaluate what it serves first.
+        EVALUATION_DUE: the reader ``evaluator`` first has to evaluate the version that it serves.
         """
-        about = {"multiple_of": multiple_of, "evaluator": evaluator}
-        return then(self._submit("next_version", timeout, after=str(after), **about), News.of)
+        return then(
+            self._submit(
+                "next_version",
+                timeout,
+                after=str(after),
+                multiple_of=multiple_of,
+                evaluator=evaluator,
+            ),
+            PublishedVersion.from_answer,
+        )
 
     def newest_on_disk(
         self, after: Version, multiple_of: int = 1, timeout: float | None = None
-    ) -> Future[News | None]:
-        """The same of those that have files, now; None if there is none above ``after``."""
+    ) -> Future[PublishedVersion | None]:
+        """The newest version on disk above ``after`` whose number is a multiple, without waiting;
+        None: there is no such version."""
         return then(
             self._submit("filed_version", timeout, after=str(after), multiple_of=multiple_of),
-            News.of,
+            PublishedVersion.from_answer,
         )
 
     def relays(
         self, reader: str, version: Version, where: Mapping[str, Any], timeout: float
     ) -> Future[list[dict[str, Any]]]:
-        """``reader`` begins to pull ``version`` and passes on what it has, as ``where`` says; the
-        same of those from whom it takes it, the best first. Behind them is the maker."""
-        about = {"reader": reader, "version": str(version), "where": dict(where)}
-        return then(self._submit("relays", timeout, **about), lambda answer: answer["sources"])
+        """Report that ``reader`` begins to pull ``version`` and forwards it at ``where``; the same
+        descriptions of the readers from which it can pull, the best first. The producer of the
+        version is the last resort."""
+        return then(
+            self._submit("relays", timeout, reader=reader, version=str(version), where=dict(where)),
+            lambda answer: answer["sources"],
+        )
 
     def serve(self, reader: str, version: Version, evaluates: bool = False) -> Future[bool]:
-        """``reader`` works with ``version`` from now on; whether it, who ``evaluates``, owes an
-        evaluation."""
-        about = {"reader": reader, "version": str(version), "evaluates": evaluates}
-        return then(self._submit("serve", **about), lambda answer: answer["eval_due"])
+        """Report that ``reader`` serves ``version`` from now on; whether it has to evaluate it, if
+        it ``evaluates``."""
+        return then(
+            self._submit("serve", reader=reader, version=str(version), evaluates=evaluates),
+            lambda answer: answer["eval_due"],
+        )
 
     def evaluated(self, version: int, values: Mapping[str, float]) -> Future[None]:
         """Report the metrics of the evaluation of version number ``version``."""

@@ -23,7 +23,7 @@ from relax_hpc.queue.controller.save_clock import SaveClock
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.controller.waiting import WaitingRequests
 from relax_hpc.queue.plan import Plan
-from relax_hpc.queue.presence import Presence
+from relax_hpc.queue.presence import GroupPresence
 from relax_hpc.queue.records import OBSERVER_INCARNATION
 
 _OnReport = Callable[[str, int, dict[str, float], dict[str, float]], None]
@@ -53,7 +53,7 @@ class QueueService:
         """``lease_s``: of groups; one without beats for so long is not there."""
         self.plan, self.incarnation, self.state, self.journal = plan, incarnation, state, journal
         self.waiting = WaitingRequests()
-        self.presence = Presence(plan.groups, lease_s, time.monotonic())
+        self.presence = GroupPresence(plan.groups, lease_s, time.monotonic())
         self.beats = Beats()
         self.relays = Relays()
         self.save_clock = SaveClock(CheckpointConfig())

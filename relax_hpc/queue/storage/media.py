@@ -9,7 +9,7 @@ damage, once. The controller counts who needs a blob, and removes it when nobody
     (media_id,) = store_media(client, ticket, [pixels])          # in rollout, once a prompt group
     row["spans"] = [{"kind": "image", "start": 3, "length": 64, "media_id": media_id}]
     row["media_tokens"] = {media_id: 64}         # as the engine's processor counted them
-    client.generated(rows)
+    client.put_generated(rows)
     claim = sound_claim(client, "actor", budget)  # in the trainer: bad rows are quarantined
     pixels = client.media.read(media_id)
 """

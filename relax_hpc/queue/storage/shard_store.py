@@ -16,7 +16,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.network import own_address
 from relax_hpc.net.transport import Plane, PlaneError, Slab, SlabPool
 from relax_hpc.net.transport.choice import make_planes, missing_plane, planes_wanted
-from relax_hpc.queue.client.plane_log import FILE, Ways
+from relax_hpc.queue.client.plane_log import FILE, PlaneCounts
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage.columns import Columns, columns_of
 from relax_hpc.queue.storage.shard import ShardError, check_name, pack, unpack
@@ -34,7 +34,7 @@ class ShardReader:
 
     def __init__(self, files: ShardFiles, planes: Sequence[Plane] = ()) -> None:
         self.files, self.planes = files, planes
-        self.ways = Ways()
+        self.plane_counts = PlaneCounts()
         self._open: dict[str, dict[str, Row]] = {}
 
     def read(self, descriptor: Descriptor) -> dict[str, Row]:
@@ -76,13 +76,13 @@ class ShardReader:
                 except (PlaneError, ShardError) as error:
                     why_not.append(str(error))
                     continue
-                self.ways.count(descriptor, plane.name, plane.path(offer), why_not)
+                self.plane_counts.count(descriptor, plane.name, plane.path(offer), why_not)
                 return parsed
         return None
 
     def _from_file(self, descriptor: Descriptor, why_not: list[str]) -> dict[str, Row]:
         rows = self.files.read(descriptor)
-        self.ways.count(descriptor, FILE, FILE, why_not)
+        self.plane_counts.count(descriptor, FILE, FILE, why_not)
         return rows
 
     def forget(self, keep: set[str]) -> None:

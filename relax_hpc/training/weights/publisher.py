@@ -117,7 +117,9 @@ class Publisher:
 
     def _await(self, work: BackgroundThread, timeout_s: float, most: int = 0) -> None:
         # The leader has the deadline: it knows of the hub, and ends with all others.
-        if not work.wait(timeout_s, most, lambda: self.client is None or self.client.beat.hindered):
+        if not work.wait(
+            timeout_s, most, lambda: self.client is None or self.client.beat.is_blocked
+        ):
             raise DeadlineError(
                 f"publishing weights takes more than {timeout_s:g} s; see {self.run.weights}"
             )

@@ -16,7 +16,7 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.net.transport import Descriptor, Plane
-from relax_hpc.queue.client import News, QueueClient
+from relax_hpc.queue.client import PublishedVersion, QueueClient
 from relax_hpc.training.weights.manifest import Manifest, WeightsError, read_manifest
 from relax_hpc.training.weights.node_cache import StagedFolder, Staging, staging_root
 from relax_hpc.training.weights.pull import Anchor, Puller
@@ -50,7 +50,7 @@ class Fetcher:
         """Folder of the anchor that later versions come as differences to; held as long as it may
         be needed."""
 
-    def fetch(self, news: News) -> StagedFolder:
+    def fetch(self, news: PublishedVersion) -> StagedFolder:
         """A model directory of ``news``, verified, in memory. WeightsError: it is not to be had, in
         one line."""
         try:
@@ -63,7 +63,7 @@ class Fetcher:
         except OSError as error:
             raise WeightsError(f"version {news.version}: {error}") from error
 
-    def fetch_in_time(self, news: News) -> StagedFolder:
+    def fetch_in_time(self, news: PublishedVersion) -> StagedFolder:
         """Fetch as of `fetch`, tried again for a while."""
         deadline = time.monotonic() + self.settings.read_timeout_s
         for pause in _pauses():
@@ -75,7 +75,7 @@ class Fetcher:
                 time.sleep(pause)
         raise AssertionError("there are always more pauses")
 
-    def _get(self, news: News) -> StagedFolder:
+    def _get(self, news: PublishedVersion) -> StagedFolder:
         # Who makes it has limits of its own, for each record; whoever waits for that must not give
         # up before.
         patience_s = self.settings.write_timeout_s
@@ -84,12 +84,12 @@ class Fetcher:
             self.relay.settle(staged)
         return staged
 
-    def where(self, news: News) -> list[Descriptor]:
+    def where(self, news: PublishedVersion) -> list[Descriptor]:
         """Places where this process passes ``news`` on, for other nodes' ranks of its group that
         cannot ask the hub."""
         return self.relay.where(news.version) if self.relay else []
 
-    def _is_anchor(self, news: News) -> bool:
+    def _is_anchor(self, news: PublishedVersion) -> bool:
         """Whether a version is an anchor; False as well where nobody can tell any more."""
         with contextlib.suppress(WeightsError):
             return (
@@ -102,7 +102,7 @@ class Fetcher:
             self._anchor.release()
         self._anchor = staged
 
-    def _make(self, news: News, folder: Path) -> None:
+    def _make(self, news: PublishedVersion, folder: Path) -> None:
         small = copy_small(self.run.model, folder)
         directory = self.run.weights / news.version
         try:
@@ -169,7 +169,7 @@ class Subscriber:
             self.reader, Version.parse(version), where, _HUB_S
         ).result()
 
-    def newer(self) -> Future[News | None]:
+    def newer(self) -> Future[PublishedVersion | None]:
         """A future of the next version above the one served; None: the run is finished. OWED: see
         `Weights.newer`.
 
@@ -180,7 +180,7 @@ class Subscriber:
             max(self.serving, self._given_up), self.every, evaluator=evaluator
         )
 
-    def fetch(self, announced: News) -> tuple[News, StagedFolder] | None:
+    def fetch(self, announced: PublishedVersion) -> tuple[PublishedVersion, StagedFolder] | None:
         """The announced version, or a newer one; None if none can be had: then the last good one
         stays in use."""
         deadline = time.monotonic() + self.fetcher.settings.read_timeout_s
@@ -202,7 +202,7 @@ class Subscriber:
             time.sleep(pause)
         raise AssertionError("there are always more pauses")
 
-    def _another(self, failed: News) -> News:
+    def _another(self, failed: PublishedVersion) -> PublishedVersion:
         """The newest version; if that has failed, in turns with the newest that has files."""
         weights, about = self.client.weights, (self.serving, self.every, _ASK_S)
         try:
@@ -213,7 +213,7 @@ class Subscriber:
             return failed
         return newest or failed
 
-    def _give_up(self, news: News, why: WeightsError) -> None:
+    def _give_up(self, news: PublishedVersion, why: WeightsError) -> None:
         self._given_up = Version.parse(news.version)
         print_log_line(f"weights: {why}; {self.reader} goes on with {self.serving}")
         self.client.status.note("weights_unreadable", self.reader, "unreadable")

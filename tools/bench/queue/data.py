@@ -239,7 +239,7 @@ def take(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
         pipe.send("ready")
         while (what := pipe.recv()) != "end":
             if what == "wait":
-                later = client.claim_later("actor", ALL)
+                later = client.submit_claim("actor", ALL)
                 # Answered after the claim was looked at, which waits from then on.
                 started = time.perf_counter()
                 client.connection.call("checkpoints")

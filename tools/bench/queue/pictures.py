@@ -104,7 +104,7 @@ def make(run: RunDir, about: Pictures, pipe: Connection) -> None:
                 for row in about.rows(ticket, names)
             ]
             made = time.perf_counter()
-            assert client.generated(rows) == {}
+            assert client.put_generated(rows) == {}
             seconds = {"store": stored - began, "put": time.perf_counter() - made}
             client.settle()
             pipe.send(seconds)
