@@ -4,13 +4,19 @@ turns."""
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
 import inspect
 import itertools
+import json
 import math
 import os
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +29,12 @@ from relax_hpc.base.metrics.read_spans import Process, Span
 from relax_hpc.config import load
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.net.transport.proof import MAX_UNPROVEN
 from relax_hpc.ops.checks.settings import check
-from relax_hpc.queue.client import QueueClient
 from tests.helpers.model_files import model_directory
-from tests.helpers.queue_helpers import in_thread, make_run, small
 from tests.helpers.turns_helpers import Drawing, backend, player, tokenizer_of
 
 pytestmark = pytest.mark.run
+BENCH = Path(__file__).parents[2] / "tools" / "bench"
 
 
 def step_spans(first: float) -> list[Span]:
@@ -169,26 +173,6 @@ def test_the_ideal_step_of_a_mode_follows_from_what_its_sides_take(bench, mode, 
     assert (line["ideal_s"], line["ideal_share"]) == pytest.approx((ideal, ideal))
 
 
-def test_strangers_come_again_and_a_controller_serves_its_clients(bench, tmp_path):
-    """As many as the benchmark has of both kinds, in processes of their own."""
-    strangers, run = bench("strangers"), make_run(tmp_path / "run")
-    with in_thread(run, small()) as controller, strangers.strangers(controller.endpoint):
-        with QueueClient(run, small(), "actor", 1) as actor:
-            while actor.connection.call("status")["refused_connections"] < strangers.SENDERS:
-                assert len(controller.listener.lobby.guests) <= MAX_UNPROVEN
-        with QueueClient(run, small(), "rollout", 1) as rollout:
-            assert rollout.connection.call("status")["trained_steps"] == 0, (
-                "who comes among them gets in"
-            )
-
-
-def test_steps_count_that_lie_within_a_time(bench):
-    within = bench("strangers").seconds_within
-    assert (
-        within([1.0, 2.0, 4.0, 7.0, 11.0], 2.0, 8.0) == [2.0, 3.0] and within([1.0], 0.0, 9.0) == []
-    )
-
-
 def test_a_start_lasts_until_the_first_work(bench):
     startup, spans = (
         bench("startup"),
@@ -319,3 +303,39 @@ def test_what_a_request_at_the_endpoint_takes_is_counted_in_all_its_processes(be
     )
     assert len(found) == 2 and min(found) > 0
     assert endpoint.cpu_s(os.getpid()) > before
+
+
+def runner() -> Any:
+    spec = importlib.util.spec_from_file_location("bench_runner", BENCH / "__main__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_runner_lists_every_benchmark_with_what_it_measures():
+    done = subprocess.run([sys.executable, BENCH], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    for name, program in runner().benchmarks().items():
+        assert re.search(rf"^{name}\b.* \w+", done.stdout, re.MULTILINE), name
+        assert len(runner().summary(program)) > 30, f"{program}: say what it measures"
+
+
+def test_the_runner_refuses_an_unknown_benchmark():
+    words = [sys.executable, BENCH, "plane"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 78 and "found 'plane', allowed:" in done.stderr
+
+
+def test_a_result_is_stored_with_commit_and_command(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH.parent / "docs"))
+    results = tmp_path / "tools" / "docs" / "results"
+    results.mkdir(parents=True)
+    monkeypatch.setattr(importlib.import_module("benchmarks"), "RESULTS", results)
+    module = runner()
+    monkeypatch.setattr(module, "FOLDER", tmp_path / "tools" / "bench")
+    options = ["--size", "4KiB", "--plane", "memcpy", "--rounds", "1"]
+    assert module.run_and_store("planes", BENCH / "planes.py", options, "copies") == 0
+    result = json.loads((results / "copies.json").read_text())
+    assert result["command"] == "python tools/bench planes --size 4KiB --plane memcpy --rounds 1"
+    assert result["rows"][0][0] == "memcpy, 4096 bytes: speed / memcpy" and result["commit"]

@@ -135,12 +135,12 @@ def found_in(said: Any) -> Found:
         return {
             name.format(**one["case"]): Measured("", [one["efficiency"]], False) for one in said
         }
-    if "lines" in said:
+    if "lines" in said and "figures" not in said:
         return {
             one["what"]: _measured(one, one["ours"], "most" in one["targets"])
             for one in said["lines"]
         }
-    if "records" in said:
+    if "records" in said and "figures" not in said:
         faults = [
             (record["fault"], column, record[column])
             for record in said["records"]

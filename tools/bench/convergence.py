@@ -27,7 +27,6 @@ own first weights, which is what a learning rate of 0 would leave, whatever else
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -38,6 +37,7 @@ from statistics import mean, median, stdev
 
 import numpy as np
 from curves import POWER, Paired, area, area_between, paired, steps_to
+from figures import print_result
 from quickstart_runs import (
     BASE,
     FITTING,
@@ -139,7 +139,7 @@ def main() -> int:
     print(plot(found, args.keep / ("algorithms.png" if by_algorithm else "convergence.png")))
     if args.json:
         settings = {"steps": args.steps, "seeds": args.seeds, "load_before": load_before}
-        print(json.dumps({"columns": columns, "rows": rows, "settings": settings}))
+        print_result([], settings, columns=columns, rows=rows)
     return 0 if ok else 1
 
 

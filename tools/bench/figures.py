@@ -54,12 +54,21 @@ def print_figures(
     finally:
         print("settings: " + ", ".join(f"{key}={value}" for key, value in about.items()))
         if as_json:
-            lines = [asdict(one) | {"value": _finite(one.value)} for one in found]
-            print(
-                json.dumps({"figures": lines, "settings": about}, allow_nan=False, default=str),
-                flush=True,
-            )
+            print_result(found, about)
     return found
+
+
+def print_result(
+    figures: Iterable[Figure], settings: Mapping[str, object], **details: object
+) -> None:
+    """Print the result of a benchmark as one line of JSON: {"figures", "settings"} and `details`.
+
+    `columns` and `rows` among the details are the table of the documentation. Without them it has
+    one row per figure.
+    """
+    lines = [asdict(figure) | {"value": _finite(figure.value)} for figure in figures]
+    result = {"figures": lines, "settings": dict(settings), **details}
+    print(json.dumps(result, allow_nan=False, default=str), flush=True)
 
 
 def _line(name: str, value: str, *rest: str) -> str:

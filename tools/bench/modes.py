@@ -12,13 +12,13 @@ two.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from figures import Figure, print_result
 from quickstart_runs import run
 
 from relax_hpc.base.rundir import RunDir
@@ -64,7 +64,12 @@ def main() -> None:
             )
             found.append(line)
     if args.json:
-        print(json.dumps(found), flush=True)
+        figures = []
+        for line in found:
+            for name in ("generate_s", "train_s", "ideal_s", "step_s"):
+                figures.append(Figure(f"{line['mode']}: {name}", line[name], "s"))
+            figures.append(Figure(f"{line['mode']}: ideal_share", line["ideal_share"], ""))
+        print_result(figures, {"steps": args.steps, "load_before": found[0]["load_before"]})
 
 
 if __name__ == "__main__":

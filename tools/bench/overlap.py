@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import subprocess
@@ -39,6 +38,7 @@ from relax_hpc.rollout.samples import PromptSource, requests_for
 from relax_hpc.tasks.files import open_train
 
 sys.path.insert(0, str(Path(__file__).parent))
+from figures import Figure, print_result
 from overlap_bound import Bound
 
 WARM_UP_STEPS = 8
@@ -53,6 +53,7 @@ _WINDOWS = 4
 _LONGEST = 7
 """Tokens of a prompt and its response: all have as many."""
 _RUN_S = 600.0
+CASE_NAME = "G/T {ratio:g}, sigma {sigma:g}, staleness {staleness}: ideal / step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +250,12 @@ def main() -> None:
                 asdict(found) | {"efficiency": found.efficiency, "load_before": load_before}
             )
     if args.json:
-        print(json.dumps(results), flush=True)
+        figures = [
+            Figure(CASE_NAME.format(**result["case"]), result["efficiency"], "")
+            for result in results
+        ]
+        settings = {"steps": args.steps, "load_before": results[0]["load_before"]}
+        print_result(figures, settings, results=results)
 
 
 if __name__ == "__main__":

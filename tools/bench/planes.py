@@ -16,7 +16,6 @@ runs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import secrets
@@ -31,6 +30,7 @@ from multiprocessing.connection import Connection, Pipe
 
 import msgpack
 import numpy as np
+from figures import Figure, print_result
 
 from relax_hpc.net.rendezvous.process import die_with_parent
 from relax_hpc.net.transport import Descriptor, Plane, ShmPlane, SlabPool, TcpPlane
@@ -332,12 +332,10 @@ def main(argv: list[str] | None = None) -> int:
     settings = {"rounds": args.rounds, "cores": os.cpu_count(), "load_before": round(load, 2)}
     print("settings: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
     if args.json:
-        print(
-            json.dumps(
-                {"results": [asdict(r) for r in results], "settings": settings}, allow_nan=False
-            ),
-            flush=True,
-        )
+        figures = [
+            Figure(f"{r.plane}, {r.size} bytes: speed / memcpy", r.ratio, "") for r in results
+        ]
+        print_result(figures, settings, results=[asdict(r) for r in results])
     return 0
 
 

@@ -12,7 +12,6 @@ checkpoint, by the same commands and code.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -23,8 +22,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from figures import Figure, print_result
 from recovery_figures import COLUMNS, NEVER, Record, result, share, table, targets
 from recovery_run import Run
 
@@ -380,7 +381,30 @@ def _print(records: list[Record], load: float, args: argparse.Namespace) -> None
         lines = [
             {"layout": r.layout, "fault": r.fault, "policy": r.policy} | _finite(r) for r in records
         ]
-        print(json.dumps({"records": lines, "settings": about}, allow_nan=False), flush=True)
+        print_result(_figures(lines), about, records=lines)
+
+
+FAULT_UNITS = {
+    "detect": "s",
+    "working": "s",
+    "caught_up": "s",
+    "lost": "samples",
+    "duplicated": "samples",
+}
+"""Columns of a fault that the result has as figures, with their units."""
+
+
+def _figures(lines: list[dict[str, Any]]) -> list[Figure]:
+    """One figure for each fault and column: the median of its repetitions."""
+    rounds: dict[tuple[str, str], list[float]] = {}
+    for line in lines:
+        for column, unit in FAULT_UNITS.items():
+            if line[column] is not None:
+                name = f"{line['layout']}, {line['policy']}, {line['fault']}: {column}"
+                rounds.setdefault((name, unit), []).append(line[column])
+    return [
+        Figure(name, median(values), unit, rounds=values) for (name, unit), values in rounds.items()
+    ]
 
 
 def _finite(record: Record) -> dict[str, float | None]:

@@ -1,11 +1,8 @@
 """Tables of docs/ from stored results: each says what was measured, by which command, of which
 commit, on what.
 
-    python tools/bench/samples.py --json | python tools/docs/benchmarks.py samples python
-    tools/bench/samples.py
-
-stores the figures that a benchmark prints as results/samples.json, with the commit that is checked
-out, this machine and its load.
+`python tools/bench samples --store` writes such a result: results/samples.json, with the commit
+that is checked out, this machine and its load.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -48,7 +44,7 @@ def stored(output: str, command: str) -> dict[str, Any]:
     rows = found.get("rows") or [
         [one["name"], _value(one), _verdict(one)] for one in found["figures"]
     ]
-    git = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     return {
         "commit": subprocess.check_output(git, text=True).strip(),
@@ -79,10 +75,3 @@ def _short(value: float) -> str:
 def _verdict(figure: dict[str, Any]) -> str:
     met = {True: ": met", False: ": missed"}.get(figure.get("ok"), "")
     return f"{figure['target']}{met}" if figure.get("target") else ""
-
-
-if __name__ == "__main__":
-    result = stored(sys.stdin.read(), " ".join(sys.argv[2:]))
-    (RESULTS / f"{sys.argv[1]}.json").write_text(
-        json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    )

@@ -25,7 +25,6 @@ TransferQueue and ray, the peer's columns are empty. Rows:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -33,6 +32,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from control import (
     BATCH,
@@ -45,6 +46,7 @@ from control import (
     without_sockets,
 )
 from data import HOW, Load, move_of
+from figures import Figure, print_result
 from peer import Peer, peer_of
 from pictures import Pictures, gallery
 from stream import streamed
@@ -440,11 +442,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What was measured is told, whatever ends the rest.
         print("settings: " + ", ".join(f"{key}={value}" for key, value in about.items()))
         if options.json:
-            found = {
-                "lines": [line.record() for line in lines],
-                "settings": about | {"loads": loads},
-            }
-            print(json.dumps(found), flush=True)
+            figures = [
+                Figure(line.what, line.ours, line.unit, line.target(), line.met(), line.rounds)
+                for line in lines
+            ]
+            records = [line.record() for line in lines]
+            print_result(figures, about | {"loads": loads}, lines=records)
     return int(not options.quick and any(line.met() is False for line in lines))
 
 
