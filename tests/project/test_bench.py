@@ -334,8 +334,8 @@ def test_a_result_is_stored_with_commit_and_command(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.import_module("benchmarks"), "RESULTS", results)
     module = runner()
     monkeypatch.setattr(module, "FOLDER", tmp_path / "tools" / "bench")
-    options = ["--size", "4KiB", "--plane", "memcpy", "--rounds", "1"]
+    options = ["--size", "4KiB", "--plane", "shm", "--rounds", "1"]
     assert module.run_and_store("planes", BENCH / "planes.py", options, "copies") == 0
     result = json.loads((results / "copies.json").read_text())
-    assert result["command"] == "python tools/bench planes --size 4KiB --plane memcpy --rounds 1"
+    assert result["command"] == "python tools/bench planes --size 4KiB --plane shm --rounds 1"
     assert result["rows"][0][0] == "memcpy, 4096 bytes: speed / memcpy" and result["commit"]
