@@ -4,6 +4,7 @@ with the fields that they need."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from relax_hpc.base.fields import fields_by
 from relax_hpc.config.groups import base_name, trainers_of
@@ -147,7 +148,7 @@ def _tasks(config: Config, trainers: dict[str, str]) -> dict[str, Task]:
         gives = fields_by(name)
         if gives and name not in MAKERS and not role.trains:
             tasks[name] = Task(role.needs, gives, in_order)
-    active = {role for group in config.groups.values() for role in group.roles}
+    active = set(chain.from_iterable(group.roles for group in config.groups.values()))
     scores = {ROLES[name].scores: name for name in active if ROLES[name].scores}
     for task, name in scores.items():
         tasks[task] = Task(ROLES[name].needs, fields_by(name), in_order)

@@ -10,7 +10,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.queue.client import StepTrained
 from relax_hpc.queue.process_context import Context
-from relax_hpc.queue.storage.media import placeholders_of
+from relax_hpc.queue.storage.media import read_placeholders
 from relax_hpc.roles.held_out import HeldOut
 from relax_hpc.roles.inner_forward import InnerRoles
 from relax_hpc.roles.ranks import Ranks
@@ -185,5 +185,5 @@ def run(context: Context) -> None:
     model.load_hf(context.model)
     policy = Policy(context, ranks, model)
     TrainerRole(
-        context, ranks, config.actor, policy.trainer, policy, placeholders_of(context.model)
+        context, ranks, config.actor, policy.trainer, policy, read_placeholders(context.model)
     ).run()

@@ -13,7 +13,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.queue.client.claims import check_claim
 from relax_hpc.queue.process_context import END, HUB, Context
 from relax_hpc.queue.row_schema import Row, nest_rows
-from relax_hpc.queue.storage.media import placeholders_of
+from relax_hpc.queue.storage.media import read_placeholders
 
 _EVERYTHING = 1 << 40
 
@@ -60,7 +60,7 @@ def shuffled(prompts: Sequence[Prompt], seed: int) -> list[list[list[Row]]]:
 def run(context: Context) -> None:
     """Serve until the run is finished."""
     client, config = context.client, context.config
-    placeholders = placeholders_of(context.run.model)
+    placeholders = read_placeholders(context.run.model)
     context.report_phase("")
     while True:
         with context.spans("wait", cause=HUB) as waiting:

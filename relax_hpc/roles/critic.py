@@ -21,7 +21,7 @@ from relax_hpc.queue.client import Claim, StepTrained
 from relax_hpc.queue.client.claims import check_claim
 from relax_hpc.queue.process_context import Context
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.queue.storage.media import placeholders_of
+from relax_hpc.queue.storage.media import read_placeholders
 from relax_hpc.roles.forward import score_rows
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import StepResult
@@ -36,7 +36,7 @@ class Values(Beside):
     def __init__(self, context: Context, ranks: Ranks, model: CriticModel) -> None:
         self.context, self.ranks, self.model = context, ranks, model
         self.settings = context.config.critic
-        self.placeholders = placeholders_of(context.model)
+        self.placeholders = read_placeholders(context.model)
         self.asked: Future[Claim | None] | None = None
         """Claim of the next rows without values, in the leader."""
 

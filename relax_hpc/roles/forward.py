@@ -25,7 +25,7 @@ from relax_hpc.queue.client import Claim, PublishedVersion, QueueClient
 from relax_hpc.queue.client.claims import check_claim
 from relax_hpc.queue.process_context import END, HUB, NEWS, Context
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.queue.storage.media import placeholders_of
+from relax_hpc.queue.storage.media import read_placeholders
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.batches import Batch, collate_parts
@@ -55,7 +55,7 @@ class Scorer:
         self.scores_all_drawn = context.role == "reference" and config.algorithm.kl_in_reward > 0
         """Whether tokens are scored that the policy drew and does not train: they pay for their
         divergence too."""
-        self.placeholders = placeholders_of(directory)
+        self.placeholders = read_placeholders(directory)
         # Routes are those of the policy's engine.
         settings = (
             config.model

@@ -25,7 +25,7 @@ from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.samplers import assign_groups
 from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.queue.storage.shard import ShardError
-from relax_hpc.queue.storage.shard_store import ShardReader, files_of, planes_of
+from relax_hpc.queue.storage.shard_store import ShardReader, open_planes, shard_files
 from relax_hpc.roles.media_reader import MediaReader
 from relax_hpc.training import parallel
 from relax_hpc.training.authenticated_store import make_store
@@ -79,8 +79,8 @@ class Ranks:
 
     def _own_reader(self, context: Context) -> ShardReader:
         owner = f"{context.group}-i{context.incarnation:06d}-rank-{context.world.rank}"
-        planes = planes_of(context.run, context.config, context.group, owner, self.pool)
-        return ShardReader(files_of(context.run, context.config), planes)
+        planes = open_planes(context.run, context.config, context.group, owner, self.pool)
+        return ShardReader(shard_files(context.run, context.config), planes)
 
     def tell(self, message: dict[str, Any] | Future | None) -> dict[str, Any]:
         """The leader's ``message``, or what it is to become, in every rank."""

@@ -15,7 +15,7 @@ from relax_hpc.base.fields import FieldSpec, as_markdown
 from relax_hpc.base.versions import Version
 from relax_hpc.queue.plan import GENERATED
 from relax_hpc.queue.row_schema import BadRow
-from relax_hpc.queue.storage.columns import columns_of
+from relax_hpc.queue.storage.columns import parse_columns
 from relax_hpc.queue.storage.hdf5 import read
 from relax_hpc.queue.storage.hdf5_writer import write
 from relax_hpc.queue.storage.shard import pack, unpack
@@ -128,6 +128,6 @@ def test_entries_of_tokens_have_one_shape(
             pack(rows, routes, {})
         return
     record = pack(rows, routes, {"group": "rollout", "incarnation": 1})
-    write(tmp_path / "a.h5", columns_of(record), {"run": "a"}, sync=False)
+    write(tmp_path / "a.h5", parse_columns(record), {"run": "a"}, sync=False)
     for found in (unpack(record), read(tmp_path / "a.h5")):
         assert all(np.array_equal(found[row["row_id"]]["routes"], row["routes"]) for row in rows)

@@ -24,7 +24,7 @@ from relax_hpc.data.multimodal.features import mel, patches
 from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.examples.tasks.moving_squares import filmed
-from relax_hpc.queue.storage.media import MediaStore, placeholders_of
+from relax_hpc.queue.storage.media import MediaStore, read_placeholders
 from relax_hpc.rollout.engines import make_engine
 from relax_hpc.rollout.engines.engine import (
     Engine,
@@ -142,7 +142,7 @@ def error(model: Path, request: GenerateRequest, found: Generation, heard: bool 
     """Largest difference of log-probabilities to those of transformers, which has no placeholders
     to choose from."""
     logits = _logits(model, request, found, heard)
-    logits[:, [*placeholders_of(model).values()]] = -torch.inf
+    logits[:, [*read_placeholders(model).values()]] = -torch.inf
     drawn = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1].gather(
         -1, torch.tensor(found.token_ids)[:, None]
     )
@@ -154,7 +154,7 @@ def error_of_turns(model: Path, row: EpisodeRow) -> float:
     """The same of what was sampled in a row of several turns, with all media in it."""
     request = GenerateRequest(tuple(row.prompt), "p", 0, SAMPLING, TOKENS, row.media or ())
     logits = _logits(model, request, row.generation)
-    logits[:, [*placeholders_of(model).values()]] = -torch.inf
+    logits[:, [*read_placeholders(model).values()]] = -torch.inf
     ids, known = torch.tensor(row.generation.token_ids), len(row.prompt)
     drawn = logits.log_softmax(-1)[known - 1 : -1].gather(-1, ids[:, None])[:, 0]
     sampled = torch.from_numpy(row.generation.token_versions != 0)

@@ -29,7 +29,7 @@ from relax_hpc.net.transport.rdma import RdmaPlane, check_nixl
 from relax_hpc.net.transport.rdma_path import find_route, route_facts
 from relax_hpc.net.transport.rdma_source import RdmaAddress
 from relax_hpc.queue.controller.messages import MAX_OPAQUE_BYTES
-from relax_hpc.queue.storage.shard_store import planes_of
+from relax_hpc.queue.storage.shard_store import open_planes
 from tests.helpers.plane_helpers import READ_S, ROOT, TOKEN, WAIT_S, Peer, digest, pattern, serve
 from tests.helpers.queue_helpers import Roles, in_thread, make_run, small
 from tests.plain_user import plain_user
@@ -310,7 +310,7 @@ def test_rows_of_a_queue_pass_by_it(tmp_path):
 def test_a_shard_with_every_plane_is_a_short_message(tmp_path):
     run, pool = make_run(tmp_path / "run"), SlabPool()
     config = Config(queue=QueueConfig(planes=PlanesConfig(rdma="required")))
-    planes = planes_of(run, config, "rollout", "rollout-i000001-4000000-0123abcd", pool)
+    planes = open_planes(run, config, "rollout", "rollout-i000001-4000000-0123abcd", pool)
     name = "rollout-i000001-4000000-0123abcd-000001.h5"
     offers = {plane.name: plane.publish(name, pool.take(4096).memory) for plane in planes}
     assert list(offers) == ["shm", "rdma", "tcp"]

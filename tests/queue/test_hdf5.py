@@ -22,7 +22,7 @@ from relax_hpc.base.fields import FIELDS
 from relax_hpc.base.versions import Version
 from relax_hpc.queue.plan import GENERATED
 from relax_hpc.queue.storage import hdf5
-from relax_hpc.queue.storage.columns import columns_of
+from relax_hpc.queue.storage.columns import parse_columns
 from relax_hpc.queue.storage.hdf5 import read
 from relax_hpc.queue.storage.hdf5_writer import write
 from relax_hpc.queue.storage.shard import ShardError, pack, unpack
@@ -54,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(
     path: Path, rows: list[dict[str, Any]], fields: tuple[str, ...] = GENERATED, sync: bool = False
 ) -> Path:
-    columns = columns_of(pack(rows, fields, ORIGIN))
+    columns = parse_columns(pack(rows, fields, ORIGIN))
     write(path, columns, {"run": "runs/a", **columns.origin}, sync)
     return path
 
@@ -93,7 +93,7 @@ def test_a_file_carries_the_rows_that_a_record_carries(tmp_path_factory, lengths
         }
     record = pack(rows, (*GENERATED, *names), ORIGIN)
     path = tmp_path_factory.mktemp("rows") / "a.h5"
-    columns = columns_of(record)
+    columns = parse_columns(record)
     write(path, columns, columns.origin, sync=False)
     found, expected = read(path), unpack(record)
     assert list(found) == list(expected)

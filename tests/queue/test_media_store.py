@@ -26,7 +26,7 @@ from relax_hpc.queue.storage.media import (
     check_id,
     check_media,
     media_ids,
-    placeholders_of,
+    read_placeholders,
 )
 from tests.helpers.queue_helpers import rows_of
 
@@ -45,7 +45,7 @@ def stop(path, *args):
     print("here", flush=True)
     signal.pause()
 setattr(Path, what, stop)
-store.put(b"half") if what == "replace" else store.keep([])
+store.put(b"half") if what == "replace" else store.remove_unused([])
 """
 
 
@@ -120,7 +120,7 @@ def test_hostile_ids_are_refused(media_id):
     "media_id", ["../token", "/etc/passwd", f"../media/{ID}", f".{ID[1:]}", ID + "\n", "A" * 64]
 )
 def test_no_id_leads_out_of_the_store(store, media_id):
-    for use in (store.read, lambda name: store.keep([name])):
+    for use in (store.read, lambda name: store.remove_unused([name])):
         with pytest.raises(MediaError, match="64 lower-case hex"):
             use(media_id)
     with pytest.raises(BadMedia, match="64 lower-case hex"):
@@ -176,7 +176,7 @@ def test_only_what_nobody_names_is_removed(tmp_path_factory, script):
             fresh = set()
         elif what == "keep":
             before = set(store.sizes())
-            assert set(store.keep(named)) == before - named - fresh
+            assert set(store.remove_unused(named)) == before - named - fresh
         assert named | fresh <= set(store.sizes())
 
 
@@ -184,11 +184,11 @@ def test_a_writer_killed_in_the_middle_leaves_nothing_that_counts(store):
     kill_in(store, "replace")
     assert len(list(store.folder.iterdir())) == 1, "its temporary file"
     assert store.sizes() == {}
-    assert store.keep([]) == [] and len(list(store.folder.iterdir())) == 1, (
+    assert store.remove_unused([]) == [] and len(list(store.folder.iterdir())) == 1, (
         "another writer may be at it"
     )
     age(store)
-    assert store.keep([]) == [] and not list(store.folder.iterdir())
+    assert store.remove_unused([]) == [] and not list(store.folder.iterdir())
     assert bytes(store.read(store.put(b"half"))) == b"half"
 
 
@@ -198,7 +198,7 @@ def test_a_controller_killed_in_the_middle_of_keep_loses_nothing(store):
     kill_in(store, "unlink")
     with pytest.raises(MediaError, match=media_id):
         store.read(media_id)
-    assert store.keep([media_id]) == []
+    assert store.remove_unused([media_id]) == []
     assert bytes(store.read(media_id)) == b"abc"
 
 
@@ -208,7 +208,7 @@ def test_media_put_while_they_are_removed_stay(store, monkeypatch):
     age(store)
     files = store._files()
     monkeypatch.setattr(store, "_files", lambda: [*files, store.put(b"abc")][:1])
-    assert store.keep([]) == []
+    assert store.remove_unused([]) == []
     assert bytes(store.read(media_id)) == b"abc"
 
 
@@ -243,7 +243,7 @@ def test_a_placeholder_too_few_or_too_many_is_a_mismatch(at, placeholders):
 
 def test_rows_that_lost_their_spans_are_found():
     row = row_with([("audio", 2, 5)]) | {"spans": []}
-    with pytest.raises(BadMedia, match="spans cover 0 media tokens, its tokens say 5"):
+    with pytest.raises(BadMedia, match="spans cover 0 media tokens, the row has 5"):
         check_media(row, PADS)
 
 
@@ -252,7 +252,7 @@ def test_the_counts_of_whoever_prepared_the_prompt_must_agree():
     assert check_media(row | {"media_tokens": {ID: 8}}) == 8
     for wrong in ({ID: 7}, {ID: 8, "1" * 64: 1}, {}):
         with pytest.raises(
-            BadMedia, match=r"spans cover . tokens of .*, its media_tokens say ."
+            BadMedia, match=r"spans cover . tokens of .*, media_tokens has ."
         ) as caught:
             check_media(row | {"media_tokens": wrong})
         assert caught.value.reason == "media_mismatch"
@@ -322,9 +322,9 @@ def test_what_is_no_span_is_refused(spans):
     ],
 )
 def test_placeholders_are_those_of_the_model(tmp_path, config, found):
-    assert placeholders_of(tmp_path) == {}
+    assert read_placeholders(tmp_path) == {}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert placeholders_of(tmp_path) == found
+    assert read_placeholders(tmp_path) == found
 
 
 @pytest.fixture
@@ -373,9 +373,9 @@ def test_another_put_of_the_same_begins_its_grace_again_and_makes_nobody_hash_it
         reader.check(media_id)
         reader.read(media_id)
     assert hashed == before
-    assert store.keep([]) == [] and media_id in store.sizes()
+    assert store.remove_unused([]) == [] and media_id in store.sizes()
     age(store)
-    assert store.keep([]) == [media_id]
+    assert store.remove_unused([]) == [media_id]
 
 
 @pytest.mark.parametrize("how", ["bytes", "tail", "shorter", "replaced", "gone"])
@@ -399,14 +399,14 @@ def test_what_was_sound_and_has_changed_is_found(store, how):
     for use in (store.check, store.read):
         with pytest.raises(
             MediaError,
-            match="No such file" if how == "gone" else "damaged, .* checksum behind them",
+            match="No such file" if how == "gone" else "damaged: .* checksum after them",
         ):
             use(media_id)
 
 
 def test_what_a_process_remembers_is_bounded(store, monkeypatch, hashed):
-    monkeypatch.setattr(media, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(media, "_MAX_VERIFIED", 2)
     ids, reader = [store.put(bytes([number])) for number in range(3)], MediaStore(store.folder)
     for media_id in (*ids, ids[2], ids[0]):
         reader.check(media_id)
-    assert hashed["damage"] == 3 + 4 and len(reader._known) == len(store._known) == 2
+    assert hashed["damage"] == 3 + 4 and len(reader._verified) == len(store._verified) == 2

@@ -27,7 +27,7 @@ from relax_hpc.queue.storage.shard_store import (
     Descriptor,
     ShardReader,
     ShardStore,
-    planes_of,
+    open_planes,
 )
 from tests.helpers.queue_helpers import make_run, rows_of
 
@@ -163,7 +163,7 @@ def test_the_way_that_is_taken_is_told_once_a_maker_and_counted(
 
 def planes_by_name(tmp_path: Path, config: Config) -> list[str]:
     run, pool = make_run(tmp_path / "run"), SlabPool()
-    planes = planes_of(run, config, "rollout", "rollout-i000001", pool)
+    planes = open_planes(run, config, "rollout", "rollout-i000001", pool)
     for plane in planes:
         plane.close()
     pool.close()

@@ -22,7 +22,7 @@ from relax_hpc.base.routes import NAME, RouteShape  # noqa: E402
 from relax_hpc.base.versions import Version  # noqa: E402
 from relax_hpc.data.media import PromptMedium  # noqa: E402
 from relax_hpc.data.multimodal.medium import Kind  # noqa: E402
-from relax_hpc.queue.storage.media import check_media, placeholders_of  # noqa: E402
+from relax_hpc.queue.storage.media import check_media, read_placeholders  # noqa: E402
 from relax_hpc.rollout.engines.engine import BadAnswer, Draft, Episode  # noqa: E402
 from relax_hpc.rollout.samples import rows_of  # noqa: E402
 from relax_hpc.training.models.families import spec_from_config  # noqa: E402
@@ -171,7 +171,7 @@ def test_what_engines_see_in_each_turn_is_what_the_row_has(
         and error_of_turns(seeing.models[0], row) < CLOSE
     )
     (stored,) = rows_of(prompt, 7, {0: made})
-    assert check_media(stored, placeholders_of(seeing.models[0])) == sum(
+    assert check_media(stored, read_placeholders(seeing.models[0])) == sum(
         medium.tokens for medium in row.media
     )
     _, torn = shown(seeing, tmp_path, Torn)

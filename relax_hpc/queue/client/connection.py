@@ -166,8 +166,8 @@ class QueueConnection:
         return self.submit(op, timeout, **args).result()
 
     def _withdraw(self, number: int) -> None:
-        """Ask the hub to forget the request ``number`` and to take back what it has granted.
-        Another request of the same client may follow."""
+        """Ask the hub to forget the request ``number`` and to take back tickets or a lease
+        that it has granted: the caller no longer waits for the answer."""
         with self._lock:
             self._calls.pop(number, None)
         self.submit("withdraw", number=number)

@@ -29,7 +29,7 @@ from relax_hpc.queue.row_schema import BadRow, Row, add_optional_fields
 from relax_hpc.queue.storage.columns import Column
 from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.queue.storage.record_file import SUFFIX
-from relax_hpc.queue.storage.shard_store import ShardStore, files_of, planes_of
+from relax_hpc.queue.storage.shard_store import ShardStore, open_planes, shard_files
 
 _SETTLE_S = 5.0
 """Seconds for which a closing client waits until its puts are accepted."""
@@ -170,8 +170,8 @@ class QueueClient:
         status needs none."""
         with self._store_lock:
             if self._store is None:
-                pool, files = SlabPool(), files_of(self.run, self.config)
-                planes = planes_of(self.run, self.config, self.group, self.name, pool)
+                pool, files = SlabPool(), shard_files(self.run, self.config)
+                planes = open_planes(self.run, self.config, self.group, self.name, pool)
                 self._store = ShardStore(
                     files, planes, pool, self.config.queue.memory_bytes, self._report_saved
                 )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from relax_hpc.queue.client.answers import Claim
 from relax_hpc.queue.row_ids import row_ids
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.queue.storage.columns import Column, column_of
-from relax_hpc.queue.storage.shard import ShardError, aligned
+from relax_hpc.queue.storage.columns import Column, make_column
+from relax_hpc.queue.storage.shard import ShardError, align
 from relax_hpc.queue.storage.shard_store import ShardReader
 
 
@@ -57,11 +57,11 @@ def read_columns(
             if descriptor["tickets"] == list(claim.tickets)
             else None
         )
-        buffer = buffer[aligned(descriptor["bytes"]) :] if buffer else buffer
+        buffer = buffer[align(descriptor["bytes"]) :] if buffer else buffer
         if columns is None or columns.row_ids != names:
             break
         by_name |= {column.name: column for column in columns.columns}
     else:
         return {field: by_name[field] for field in fields}
     rows = read_rows(reader, claim)
-    return {field: column_of(field, [row[field] for row in rows]) for field in fields}
+    return {field: make_column(field, [row[field] for row in rows]) for field in fields}

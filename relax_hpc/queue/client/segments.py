@@ -20,7 +20,7 @@ from relax_hpc.queue.plan import UNSCORED
 from relax_hpc.queue.row_ids import parse_row_id
 from relax_hpc.queue.row_schema import BadRow, Row, add_optional_fields, sampled_versions
 from relax_hpc.queue.storage.shard import pack
-from relax_hpc.queue.storage.shard_store import files_of
+from relax_hpc.queue.storage.shard_store import shard_files
 
 if TYPE_CHECKING:
     from relax_hpc.queue.client import QueueClient
@@ -51,7 +51,7 @@ def append_segments(
         record = pack(rows, (*fields, START), origin)
     except BadRow as error:
         raise RefusedError(f"append: {error}") from error
-    shard = files_of(client.run, client.config).write(name, record)
+    shard = shard_files(client.run, client.config).write(name, record)
     logs = summarize_logs(segments, attempts)
     return client.tickets.append(shard, logs, fields, spare, timeout).result()
 
@@ -78,7 +78,7 @@ def read_log(client: QueueClient, log: AttemptLog) -> dict[int, list[Row]]:
 
     ShardError: the log cannot be read.
     """
-    files = files_of(client.run, client.config)
+    files = shard_files(client.run, client.config)
     by_episode: dict[int, dict[int, Row]] = defaultdict(dict)
     for shard in log.shards:
         for name, segment in files.read(dict(shard)).items():

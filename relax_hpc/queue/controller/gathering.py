@@ -25,7 +25,7 @@ from relax_hpc.queue.controller.state.task_queues import HELD
 from relax_hpc.queue.records import ShardFields
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage import record_file
-from relax_hpc.queue.storage.columns import Columns, column_of
+from relax_hpc.queue.storage.columns import Columns, make_column
 from relax_hpc.queue.storage.shard import ShardError
 
 GATHERED_NAME = re.compile(r"\.?step-\d{6,}-i\d{6,}-\d{6,}\.h5")
@@ -220,7 +220,7 @@ def write(folder: Path, gathering: Gathering) -> None:
     rows = list(_rows(folder, gathering))
     fields = dict.fromkeys(field for row in rows for field in row if field != "row_id")
     columns = [
-        column_of(field, _of_one_type(field, [row[field] for row in rows])) for field in fields
+        make_column(field, _of_one_type(field, [row[field] for row in rows])) for field in fields
     ]
     origin = {"run": str(folder.parents[1]), "step": gathering.step}
     hdf5_writer.write(

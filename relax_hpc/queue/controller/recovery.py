@@ -101,7 +101,7 @@ def sweep(run: RunDir, state: QueueState) -> None:
             remove(str(path))
     if run.media.exists():
         with contextlib.suppress(OSError):
-            MediaStore(run.media).keep_only(state.media.counts)
+            MediaStore(run.media).remove_all_except(state.media.counts)
 
 
 def remove(path: str) -> None:

@@ -1,1 +1,1 @@
-"""Files of the queue: the journal, snapshots, and shards of rows."""
+"""Files of the queue: shards of rows, HDF5 files of gathered steps, and media."""

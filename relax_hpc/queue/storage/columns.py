@@ -1,4 +1,4 @@
-"""Columns of a record: of each field all rows end to end."""
+"""Columns of a record: each field of all rows in one array."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.queue.storage.shard import flat_of, parts_of
+from relax_hpc.queue.storage.shard import flat_values, split_record
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One field of all rows: `values`, one a row, or `flat` numbers, end to end by `lengths` or
-    (None) one a row."""
+    """One field of all rows: either `values`, one for each row, or `flat` numbers. With `lengths`,
+    `flat` has that many numbers for each row; without, it has one for each row."""
 
     name: str
     values: list[Any] | None = None
@@ -23,24 +23,24 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Contents of a record, with the ids of its rows and its origin (group, incarnation)."""
+    """Content of a record, with the ids of its rows and its origin (group, incarnation)."""
 
     origin: dict[str, Any]
     row_ids: list[str]
     columns: list[Column]
 
 
-def columns_of(record: memoryview, name: str = "shard") -> Columns:
-    """The columns of a record of `shard.pack`, as read-only views into it; ShardError if it is
-    none, or cut."""
-    header, payload = parts_of(record, name)
+def parse_columns(record: memoryview, name: str = "shard") -> Columns:
+    """The columns of a record of `shard.pack`, as read-only views of it. ShardError: it is
+    malformed or truncated."""
+    header, payload = split_record(record, name)
     return Columns(
         header["origin"], header["row_ids"], [_column(head, payload) for head in header["columns"]]
     )
 
 
-def column_of(name: str, values: list[Any]) -> Column:
-    """Column of one field of all rows, copied where they are numbers."""
+def make_column(name: str, values: list[Any]) -> Column:
+    """Column of one field of all rows; numbers are copied to one array."""
     if not values or not isinstance(values[0], np.ndarray | np.generic):
         return Column(name, values)
     if values[0].ndim:
@@ -51,4 +51,4 @@ def column_of(name: str, values: list[Any]) -> Column:
 def _column(head: dict[str, Any], payload: memoryview) -> Column:
     if "values" in head:
         return Column(head["name"], values=head["values"])
-    return Column(head["name"], flat=flat_of(head, payload), lengths=head["lengths"])
+    return Column(head["name"], flat=flat_values(head, payload), lengths=head["lengths"])

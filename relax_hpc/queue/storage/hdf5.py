@@ -1,11 +1,10 @@
-"""Rows in a file that anyone can read and understand with h5py alone, and how this program reads it
-without.
+"""Read HDF5 files of rows without the HDF5 library. Any program with h5py can read them too.
 
-Each field of all rows is one contiguous dataset, 64-byte aligned; a row's part of a per-token field
-is found by its offsets. Attributes say what everything means. The HDF5 user block before it, which
-h5py skips, says where the datasets lie and what their checksum is: this module reads a file without
-the HDF5 library, which has one lock for all threads, does not survive a fork and may crash on a
-damaged file. `hdf5_writer` writes it.
+Each field of all rows is one contiguous dataset, 64-byte aligned. Offsets give the part of each row
+in a per-token field, and attributes explain the content. The HDF5 user block at the start of the
+file, which h5py skips, contains the positions of the datasets and a checksum. This module uses only
+the user block, because the HDF5 library has one lock for all threads, does not survive a fork and
+may crash on a damaged file. `hdf5_writer` writes the files.
 """
 
 from __future__ import annotations
@@ -28,16 +27,15 @@ from relax_hpc.queue.storage.shard import ShardError
 FIRST_LINE = (
     "relax_hpc shard {}: {} bytes, XXH3-64 of the data {:016x}, of the next {} bytes {:016x}\n"
 )
-"""First line of a file: format, size, and checksums of the datasets and of the line of JSON that
-follows."""
+"""First line of a file: format version, size, and checksums of the datasets and of the line of JSON
+that follows."""
 _FIRST = re.compile(
     FIRST_LINE.replace("{:016x}", "([0-9a-f]{{16}})").replace("{}", r"(\d+)").format().encode()
 )
 
 
-def mapped(path: Path) -> memoryview:
-    """A file, read-only, in memory as it is looked at. ShardError: it cannot be read, or is
-    empty."""
+def map_file(path: Path) -> memoryview:
+    """A file, mapped read-only. ShardError: it cannot be read, or is empty."""
     try:
         with open_in_run(path) as opened:
             return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
@@ -46,11 +44,11 @@ def mapped(path: Path) -> memoryview:
 
 
 def read(path: Path) -> dict[str, Row]:
-    """Rows by row id, numbers as read-only views into the mapped file.
+    """Rows by row id; numbers are read-only views of the mapped file.
 
-    ShardError, naming the file and what is wrong, unless every row is as it was written.
+    ShardError, naming the file and the fault: the file is not as it was written.
     """
-    whole = mapped(path)
+    whole = map_file(path)
     try:
         columns = _read_columns(_read_index(whole), whole)
         names = list(columns)
@@ -65,35 +63,30 @@ def read(path: Path) -> dict[str, Row]:
 
 
 def _read_index(whole: memoryview) -> list[dict[str, Any]]:
-    """Index of the file ``whole``, of which every dataset has been compared with the checksum."""
+    """Index of the mapped file ``whole``, after checking the checksum of all datasets."""
     line = _FIRST.match(whole)
     if not line:
         raise ShardError(f"not a shard: it begins with {bytes(whole[:24])!r}")
-    version, size, data, index_size, digest = (
-        int(line[1]),
-        int(line[2]),
-        line[3],
-        int(line[4]),
-        line[5],
-    )
+    version, size, index_size = int(line[1]), int(line[2]), int(line[4])
+    data_digest, index_digest = line[3], line[5]
     if version != FORMAT_VERSION:
         raise ShardError(f"a shard of format {version}, this program reads {FORMAT_VERSION}")
     if size != len(whole):
         raise ShardError(f"{len(whole)} bytes, {size} were written: truncated or overwritten")
     text = bytes(whole[line.end() : line.end() + index_size])
-    if xxhash.xxh3_64_hexdigest(text).encode() != digest:
+    if xxhash.xxh3_64_hexdigest(text).encode() != index_digest:
         raise ShardError("checksum of its first lines does not match")
     index = json.loads(text)
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     for entry in index:
-        found.update(_view(entry, whole).reshape(-1).view(np.uint8).data)
-    if found.hexdigest().encode() != data:
+        digest.update(_view(entry, whole).reshape(-1).view(np.uint8).data)
+    if digest.hexdigest().encode() != data_digest:
         raise ShardError("checksum does not match")
     return index
 
 
 def _read_columns(index: list[dict[str, Any]], whole: memoryview) -> dict[str, list[Any]]:
-    """Columns by field, one entry a row."""
+    """Columns by field, with one entry for each row."""
     tables = {
         entry["name"]: _view(entry, whole).tolist() for entry in index if entry["kind"] == "offsets"
     }

@@ -1,5 +1,5 @@
-"""Writes rows to HDF5: see `hdf5`. Nobody who makes or takes rows imports this, or the HDF5
-library."""
+"""Write rows to HDF5, see `hdf5`. Only a separate process of the hub imports this module and the
+HDF5 library."""
 
 from __future__ import annotations
 
@@ -41,26 +41,24 @@ Without a `unit` it is a pure number. `by`: the role that made it.
 
 
 def write(path: Path, columns: Columns, origin: dict[str, Any], sync: bool) -> None:
-    """Write ``columns`` beside ``path`` and rename the file into place; ``sync``: so that it
+    """Write ``columns`` to a temporary file and rename it to ``path``. With ``sync``, the file
     survives a power loss.
 
-    ``origin`` (text or integers) becomes attributes of the file. OSError as the system says.
+    ``origin`` (texts or integers) becomes attributes of the file. OSError: a write failed.
     """
     datasets, data = _datasets(columns), xxhash.xxh3_64()
     for dataset in datasets:
         data.update(dataset.raw)
     with replace_when_written(path) as temporary:
-        places = _create(
-            temporary,
-            datasets,
-            {**origin, "rows": len(columns.row_ids), "digest": data.hexdigest()},
-        )
+        attributes = {**origin, "rows": len(columns.row_ids), "digest": data.hexdigest()}
+        positions = _create(temporary, datasets, attributes)
         descriptor = os.open(temporary, os.O_WRONLY)
         try:
             size = os.fstat(descriptor).st_size
-            for at, dataset in zip(places, datasets, strict=True):
-                _write_at(descriptor, dataset.raw, at)
-            _write_at(descriptor, memoryview(_block(datasets, places, size, data.intdigest())), 0)
+            for position, dataset in zip(positions, datasets, strict=True):
+                _write_at(descriptor, dataset.raw, position)
+            block = _user_block(datasets, positions, size, data.intdigest())
+            _write_at(descriptor, memoryview(block), 0)
             if sync:
                 os.fsync(descriptor)
         finally:
@@ -71,8 +69,8 @@ def write(path: Path, columns: Columns, origin: dict[str, Any], sync: bool) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Dataset:
-    """One dataset to be: the field that it holds, or the offsets of others, and its numbers or
-    (uint8) its text."""
+    """A dataset to write: a field, or the offsets of fields. `flat`: its numbers, or its text as
+    uint8."""
 
     name: str
     kind: str
@@ -86,49 +84,55 @@ class _Dataset:
 
     @property
     def link(self) -> str:
-        """Name of the dataset in the file: no path of groups, and none of our own."""
+        """Name of the dataset in the file. Names that HDF5 reads as a path, and names of our
+        offsets, are escaped."""
         quoted = quote(self.name, safe="").replace(".", "%2E")
-        ours = self.kind != "offsets" and (self.name.startswith("offsets") or not quoted)
-        return f"%{quoted}" if ours else quoted
+        is_reserved = self.name.startswith("offsets") or not quoted
+        return f"%{quoted}" if self.kind != "offsets" and is_reserved else quoted
 
-    def about(self) -> dict[str, str]:
+    def attributes(self) -> dict[str, str | int]:
         """Attributes of the dataset."""
         if self.kind == "offsets":
             return {"kind": "offsets", "meaning": "where each row begins, and the end of the last"}
         spec = FIELDS.get(self.name)
-        about = {"kind": self.kind, "meaning": spec.meaning if spec else "not in the schema"}
-        about |= (
-            {name: text for name, text in (("unit", spec.unit), ("by", spec.by)) if text}
-            if spec
-            else {}
-        )
-        return about | ({"offsets": self.offsets} if self.offsets else {})
+        attributes: dict[str, str | int] = {
+            "kind": self.kind,
+            "meaning": spec.meaning if spec else "not in the schema",
+        }
+        if spec and spec.unit:
+            attributes["unit"] = spec.unit
+        if spec and spec.by:
+            attributes["by"] = spec.by
+        if self.offsets:
+            attributes["offsets"] = self.offsets
+        return attributes
 
 
 def _datasets(columns: Columns) -> list[_Dataset]:
-    """Datasets in the order of the file; per-token fields of the same lengths share their
+    """Datasets in the order of the file. Per-token fields with the same lengths share their
     offsets."""
-    found = [_listed("row_id", columns.row_ids)]
+    datasets = [_encode("row_id", columns.row_ids)]
     tables: dict[tuple[int, ...], str] = {}
     for column in columns.columns:
         if column.name == "row_id":
             continue
         if column.flat is None:
-            found.append(_listed(column.name, column.values or []))
+            datasets.append(_encode(column.name, column.values or []))
         elif column.lengths is None:
-            found.append(_Dataset(column.name, "scalar", column.flat))
+            datasets.append(_Dataset(column.name, "scalar", column.flat))
         else:
             key = tuple(column.lengths)
             if key not in tables:
                 tables[key] = f"offsets{len(tables) or ''}"
-                found.append(_Dataset(tables[key], "offsets", np.cumsum([0, *key], dtype=np.int64)))
-            found.append(_Dataset(column.name, "token", column.flat, tables[key]))
-    return found
+                offsets = np.cumsum([0, *key], dtype=np.int64)
+                datasets.append(_Dataset(tables[key], "offsets", offsets))
+            datasets.append(_Dataset(column.name, "token", column.flat, tables[key]))
+    return datasets
 
 
-def _listed(name: str, values: list[Any]) -> _Dataset:
-    """Dataset of values that are not numbers, so that they come back as they are: as JSON, or
-    (bytes, NaN) as msgpack."""
+def _encode(name: str, values: list[Any]) -> _Dataset:
+    """Dataset of values that are not numbers: as JSON, or as msgpack if JSON cannot represent them
+    (bytes, NaN)."""
     try:
         kind, packed = "json", json.dumps(values, allow_nan=False).encode()
     except (TypeError, ValueError):
@@ -136,78 +140,87 @@ def _listed(name: str, values: list[Any]) -> _Dataset:
     return _Dataset(name, kind, np.frombuffer(packed, np.uint8))
 
 
-def _create(path: Path, datasets: list[_Dataset], about: dict[str, Any]) -> list[int]:
-    """A file with all datasets but their bytes, and at which offset each of them lies.
+def _create(path: Path, datasets: list[_Dataset], attributes: dict[str, str | int]) -> list[int]:
+    """Create the file with all datasets, but without their bytes; the position of each dataset.
 
-    Bytes written past the HDF5 library are not written under its lock.
+    The bytes are written without the HDF5 library, so that its lock is not held for long.
     """
-    block = len(_block(datasets, [1 << 60] * len(datasets), 1 << 60, 0))
-    how = {
-        "userblock_size": block,
-        "alignment_threshold": 1,
-        "alignment_interval": _ALIGN,
-        "locking": False,
+    block_bytes = len(_user_block(datasets, [1 << 60] * len(datasets), 1 << 60, 0))
+    # Datasets get their position when they are created, and are not filled with zeros.
+    creation = h5p.create(h5p.DATASET_CREATE)
+    creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5d.FILL_TIME_NEVER)
+    attributes = {
+        "format": "relax_hpc shard",
+        "format_version": FORMAT_VERSION,
+        "layout": _LAYOUT,
+        **attributes,
+        "digest_of": json.dumps([dataset.link for dataset in datasets]),
     }
-    at_once = h5p.create(h5p.DATASET_CREATE)
-    at_once.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-    at_once.set_fill_time(h5d.FILL_TIME_NEVER)
     try:
-        with h5py.File(path, "w", **how) as file:
-            about = {
-                "format": "relax_hpc shard",
-                "format_version": FORMAT_VERSION,
-                "layout": _LAYOUT,
-                **about,
-            }
-            _describe(
-                file.id, about | {"digest_of": json.dumps([dataset.link for dataset in datasets])}
-            )
-            return [_allocate(file.id, dataset, at_once) for dataset in datasets]
+        with h5py.File(
+            path,
+            "w",
+            userblock_size=block_bytes,
+            alignment_threshold=1,
+            alignment_interval=_ALIGN,
+            locking=False,
+        ) as file:
+            _set_attributes(file.id, attributes)
+            return [_allocate(file.id, dataset, creation) for dataset in datasets]
     except (RuntimeError, OSError) as error:
         if getattr(error, "errno", None) is not None:
             raise
-        # What the library makes of a disk that fails it while it closes the file.
-        found = _ERRNO.search(str(error))
-        raise OSError(int(found[1]) if found else errno.EIO, str(error), str(path)) from error
+        # If a write fails while HDF5 closes the file, h5py raises an error without an errno. The
+        # number is only in its text.
+        number = _ERRNO.search(str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
 
 
-def _allocate(file: h5f.FileID, dataset: _Dataset, how: h5p.PropDCID) -> int:
+def _allocate(file: h5f.FileID, dataset: _Dataset, creation: h5p.PropDCID) -> int:
+    """Create a dataset; its position in the file."""
     if dataset.kind == "json":
-        shape, type_ = _ONE, h5t.py_create(np.dtype(f"S{len(dataset.flat)}"))
+        shape, dtype = _ONE, h5t.py_create(np.dtype(f"S{len(dataset.flat)}"))
     else:
-        shape, type_ = h5s.create_simple(dataset.flat.shape), h5t.py_create(dataset.flat.dtype)
-    made = h5d.create(file, dataset.link.encode(), type_, shape, how)
-    _describe(made, dataset.about())
-    return made.get_offset() or 0
+        shape, dtype = h5s.create_simple(dataset.flat.shape), h5t.py_create(dataset.flat.dtype)
+    created = h5d.create(file, dataset.link.encode(), dtype, shape, creation)
+    _set_attributes(created, dataset.attributes())
+    return created.get_offset() or 0
 
 
-def _describe(where: h5f.FileID | h5d.DatasetID, about: dict[str, str | int]) -> None:
-    """Attributes, made by hand because h5py's own way is several times slower."""
-    for name, value in about.items():
+def _set_attributes(owner: h5f.FileID | h5d.DatasetID, attributes: dict[str, str | int]) -> None:
+    """Set attributes by the low-level interface, which is several times faster than `attrs`."""
+    for name, value in attributes.items():
         text = isinstance(value, str)
         in_file, in_memory = _TEXT_TYPES if text else (h5t.NATIVE_INT64, h5t.NATIVE_INT64)
-        attribute = h5a.create(where, name.encode(), in_file, _ONE)
+        attribute = h5a.create(owner, name.encode(), in_file, _ONE)
         attribute.write(np.array(value, _TEXT if text else np.int64), in_memory)
 
 
-def _block(datasets: list[_Dataset], places: list[int], size: int, data: int) -> bytes:
-    """The user block: a line with the size of the file and its checksums, and one in JSON that says
-    what lies where."""
-    keys = ("name", "kind", "dtype", "count", "at", "offsets", "tail")
-    pairs = zip(datasets, places, strict=True)
-    parts = (
-        (d.name, d.kind, d.flat.dtype.name, d.flat.size, at, d.offsets, d.flat.shape[1:])
-        for d, at in pairs
-    )
-    index = json.dumps([dict(zip(keys, part, strict=True)) for part in parts]).encode()
+def _user_block(datasets: list[_Dataset], positions: list[int], size: int, digest: int) -> bytes:
+    """The user block: a line with the size of the file and its checksums, and a line of JSON with
+    the position of each dataset."""
+    entries = [
+        {
+            "name": dataset.name,
+            "kind": dataset.kind,
+            "dtype": dataset.flat.dtype.name,
+            "count": dataset.flat.size,
+            "at": position,
+            "offsets": dataset.offsets,
+            "tail": dataset.flat.shape[1:],
+        }
+        for dataset, position in zip(datasets, positions, strict=True)
+    ]
+    index = json.dumps(entries).encode()
     line = FIRST_LINE.format(
-        FORMAT_VERSION, size, data, len(index), xxhash.xxh3_64_intdigest(index)
+        FORMAT_VERSION, size, digest, len(index), xxhash.xxh3_64_intdigest(index)
     )
     text = line.encode() + index + b"\n"
     return text.ljust(max(_SMALLEST_BLOCK, 1 << (len(text) - 1).bit_length()), b"\0")
 
 
-def _write_at(descriptor: int, data: memoryview, at: int) -> None:
+def _write_at(descriptor: int, data: memoryview, position: int) -> None:
     while data:
-        written = os.pwrite(descriptor, data, at)
-        data, at = data[written:], at + written
+        written = os.pwrite(descriptor, data, position)
+        data, position = data[written:], position + written

@@ -1,10 +1,8 @@
-"""The durable copy of a shard while a run needs it: one immutable file, its record as it is in
-memory and a checksum.
+"""The durable copy of a shard: one immutable file, the record as it is in memory and a checksum.
 
-Whoever makes rows writes it, at the price of one `write` and, where rows must survive a power loss,
-one `fsync`: no HDF5 library, which takes milliseconds of CPU under one lock for however few rows.
-Of steps that are kept the hub makes one HDF5 file each (`controller.gathering`), for people and
-other programs.
+The producer of rows writes it. This costs one `write` and, if rows must survive a power loss, one
+`fsync`. HDF5 would take milliseconds of CPU under one lock, even for few rows. For steps that are
+kept, the hub writes one HDF5 file each (`controller.gathering`), for people and other programs.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ _MARK = b"RLXSHEND"
 
 
 def write(path: Path, record: memoryview, sync: bool) -> None:
-    """Write what `shard.pack` made beside ``path`` and rename it into place; ``sync``: have its
-    bytes on disk before.
+    """Write a record of `shard.pack` to a temporary file and rename it to ``path``. With ``sync``,
+    the bytes are on disk before the rename.
 
-    The name survives a power loss once its folder is synced too. OSError as the filesystem says.
+    The name survives a power loss after its folder is synced too. OSError: a write failed.
     """
     end = _END.pack(_MARK, xxhash.xxh3_64_intdigest(record))
     with replace_when_written(path) as temporary:
@@ -43,23 +41,23 @@ def write(path: Path, record: memoryview, sync: bool) -> None:
             os.close(file)
 
 
-def _write_all(file: int, parts: list[memoryview]) -> None:
-    while parts:
-        # A signal, or 2 GiB, may cut a write short.
-        written = os.writev(file, parts)
-        while parts and written >= len(parts[0]):
-            written -= len(parts.pop(0))
+def _write_all(file: int, buffers: list[memoryview]) -> None:
+    while buffers:
+        # A signal, or the limit of 2 GiB for one call, may end a write early.
+        written = os.writev(file, buffers)
+        while buffers and written >= len(buffers[0]):
+            written -= len(buffers.pop(0))
         if written:
-            parts[0] = parts[0][written:]
+            buffers[0] = buffers[0][written:]
 
 
 def read(path: Path) -> dict[str, Row]:
-    """Rows by row id, numbers as read-only views into the mapped file: of one that `write` made, or
-    of HDF5.
+    """Rows by row id, from a file of `write` or an HDF5 file; numbers are read-only views of the
+    mapped file.
 
-    ShardError, naming the file and what is wrong, unless every row is as it was written.
+    ShardError, naming the file and the fault: the file is not as it was written.
     """
-    whole = hdf5.mapped(path)
+    whole = hdf5.map_file(path)
     if not is_record(whole):
         return hdf5.read(path)
     if len(whole) < _END.size:
@@ -67,7 +65,7 @@ def read(path: Path) -> dict[str, Row]:
     record, (mark, digest) = whole[: -_END.size], _END.unpack(whole[-_END.size :])
     if mark != _MARK:
         raise ShardError(
-            f"{path}: {len(whole)} bytes without the mark of its end: truncated or overwritten"
+            f"{path}: {len(whole)} bytes without the mark at its end: truncated or overwritten"
         )
     if xxhash.xxh3_64_intdigest(record) != digest:
         raise ShardError(f"{path}: checksum does not match")

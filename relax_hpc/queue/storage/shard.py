@@ -1,8 +1,8 @@
-"""Shards: the rows of one put as one contiguous record, and the plane that carries them through the
-run directory.
+"""Shards: the rows of one put as one contiguous record.
 
-A record is a fixed prefix, a msgpack header and a payload in which each per-token field of all rows
-lies in one piece, 64-byte aligned; a row is a slice. Readers map the file and copy nothing.
+A record is a fixed prefix, a msgpack header and a payload. In the payload, each per-token field of
+all rows is one array, 64-byte aligned; a row is a slice of it. Readers map the file and copy
+nothing.
 """
 
 from __future__ import annotations
@@ -34,28 +34,27 @@ PREFIX = struct.Struct("<8sIIQ")
 _MAGIC = b"RLXSHARD"
 _ALIGN = 64
 MAX_NAME_BYTES = 200
-"""Bytes of a file's name at most: filesystems allow 255, and temporary ones have something
-added."""
+"""Most bytes of a file's name: filesystems allow 255, and temporary files have a suffix."""
 SHARD_NAME = re.compile(r"\.?(.+)-i(\d{6,})-")
 """Group and incarnation in the name of a shard of a `QueueClient`, or of its temporary file."""
 
 
 class ShardError(ValueError):
-    """A shard that is truncated, corrupted or of an unknown format; the message names the file and
-    what is wrong."""
+    """A shard that is truncated, corrupted or of an unknown format. The message names the file and
+    the fault."""
 
 
-def aligned(size: int) -> int:
-    """``size`` rounded up to where the next column may begin."""
+def align(size: int) -> int:
+    """``size`` rounded up to the next possible start of a column."""
     return -(-size // _ALIGN) * _ALIGN
 
 
 def check_name(name: str) -> str:
-    """``name``, if it is one of a file; ShardError if it leads out of the folder, or is hidden or
-    too long."""
+    """``name``, if it can be the name of a file in a folder. ShardError: it leaves the folder, is
+    hidden, or is too long."""
     if not isinstance(name, str) or not name or "/" in name or "\0" in name or name.startswith("."):
         raise ShardError(
-            f"{reprlib.repr(name)}: the name of a file has no path in it and no dot before it"
+            f"{reprlib.repr(name)}: the name of a file has no path in it and no dot at its start"
         )
     if len(name.encode()) > MAX_NAME_BYTES:
         raise ShardError(
@@ -66,7 +65,7 @@ def check_name(name: str) -> str:
 
 @dataclass(slots=True)
 class _Column:
-    """Place of one field of all rows in the payload, and what is to be copied there."""
+    """One field of all rows: its header, its position in the payload, and its values."""
 
     head: dict[str, Any]
     spec: FieldSpec
@@ -81,22 +80,22 @@ def pack(
     origin: dict[str, Any],
     allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
 ) -> memoryview:
-    """One record holding ``fields`` of ``rows``; ``origin`` (group, incarnation) goes to the
-    header. BadRow as it says.
+    """One record with ``fields`` of ``rows``; ``origin`` (group, incarnation) goes to the header.
+    BadRow: a row is invalid.
 
-    It is written, once, to what ``allocate`` gives for its size in bytes. It has no checksum: it is
-    for readers of this memory, and planes that copy it check what they copy.
+    It is written to the memory that ``allocate`` returns for its size in bytes. It has no checksum:
+    readers of this memory need none, and planes that copy it check the copy.
     """
     columns, end = [], 0
     tokens = [len(row["token_ids"]) if "token_ids" in row else None for row in rows]
     for name in fields:
         columns.append(_column(name, rows, tokens, end))
-        end = aligned(end + columns[-1].size)
+        end = align(end + columns[-1].size)
     names = [row["row_id"] for row in rows]
     header = msgpack.packb(
         {"origin": origin, "row_ids": names, "columns": [column.head for column in columns]}
     )
-    body_at = aligned(PREFIX.size + len(header))
+    body_at = align(PREFIX.size + len(header))
     record = allocate(body_at + end)[: body_at + end]
     PREFIX.pack_into(record, 0, _MAGIC, FORMAT_VERSION, len(header), end)
     record[PREFIX.size : PREFIX.size + len(header)] = header
@@ -135,19 +134,21 @@ def _column(name: str, rows: Sequence[Row], tokens: list[int | None], at: int) -
 def _check_lengths(
     name: str, rows: Sequence[Row], lengths: list[int], tokens: list[int | None]
 ) -> None:
-    """BadRow if a per-token field has not as many entries as its row has tokens."""
+    """BadRow: a per-token field does not have one entry for each token of its row."""
     for row, length, expected in zip(rows, lengths, tokens, strict=True):
         if expected is not None and length != expected:
             raise BadRow(f"{name}: {length} entries for {expected} tokens in {row['row_id']}")
 
 
 def is_record(data: memoryview | bytes) -> bool:
-    """Whether ``data`` begins as what `pack` makes does."""
+    """Whether ``data`` begins like a record of `pack`."""
     return data[: len(_MAGIC)] == _MAGIC
 
 
-def parts_of(record: memoryview | bytes, name: str = "shard") -> tuple[dict[str, Any], memoryview]:
-    """Header and payload of a record; ShardError if it is none, or cut."""
+def split_record(
+    record: memoryview | bytes, name: str = "shard"
+) -> tuple[dict[str, Any], memoryview]:
+    """Header and payload of a record. ShardError: it is malformed or truncated."""
     view = memoryview(record).toreadonly()
     if len(view) < PREFIX.size:
         raise ShardError(f"{name}: {len(view)} bytes, shorter than a header")
@@ -156,23 +157,23 @@ def parts_of(record: memoryview | bytes, name: str = "shard") -> tuple[dict[str,
         raise ShardError(
             f"{name}: not a shard of format {FORMAT_VERSION} (magic {magic!r}, format {version})"
         )
-    body_at = aligned(PREFIX.size + header_size)
+    body_at = align(PREFIX.size + header_size)
     if len(view) != body_at + payload_size:
-        raise ShardError(f"{name}: {len(view)} bytes, header says {body_at + payload_size}")
+        raise ShardError(f"{name}: {len(view)} bytes, expected {body_at + payload_size} by header")
     return msgpack.unpackb(view[PREFIX.size : PREFIX.size + header_size]), view[body_at:]
 
 
 def unpack(record: memoryview | bytes, name: str = "shard") -> dict[str, Row]:
-    """Rows by row id, per-token fields as read-only views into ``record``; ShardError if it is
-    none, or cut."""
-    header, payload = parts_of(record, name)
+    """Rows by row id; per-token fields are read-only views of ``record``. ShardError: it is
+    malformed or truncated."""
+    header, payload = split_record(record, name)
     names = ["row_id", *(column["name"] for column in header["columns"])]
     values = [header["row_ids"], *(_values(column, payload) for column in header["columns"])]
     return {row[0]: dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)}
 
 
-def flat_of(head: dict[str, Any], payload: memoryview) -> np.ndarray:
-    """Numbers of all rows of a column, end to end: [n, *tail]."""
+def flat_values(head: dict[str, Any], payload: memoryview) -> np.ndarray:
+    """Numbers of all rows of a column, without gaps: [n, *tail]."""
     return np.frombuffer(payload, head["dtype"], head["count"], head["at"]).reshape(
         -1, *head["tail"]
     )
@@ -181,7 +182,7 @@ def flat_of(head: dict[str, Any], payload: memoryview) -> np.ndarray:
 def _values(column: dict[str, Any], payload: memoryview) -> list[Any]:
     if "values" in column:
         return column["values"]
-    flat = flat_of(column, payload)
+    flat = flat_values(column, payload)
     if column["lengths"] is None:
         return list(flat)
     ends = list(accumulate(column["lengths"]))

@@ -1,5 +1,4 @@
-"""Shards as files of one folder on the shared filesystem: always there, readable by every node, and
-by anyone."""
+"""Shards as files in one folder on the shared filesystem, which every node can read."""
 
 from __future__ import annotations
 
@@ -16,23 +15,23 @@ from relax_hpc.queue.storage.shard import check_name
 
 
 class ShardFiles:
-    """Durable, they survive a power loss from the moment that they are written."""
+    """Files of shards. If ``durable``, they survive a power loss after `write` returns."""
 
     def __init__(self, folder: Path, durable: bool = True) -> None:
         self.folder, self.durable = folder, durable
         self._open: dict[str, dict[str, Row]] = {}
 
     def write(self, name: str, record: memoryview) -> dict[str, Any]:
-        """Write what `shard.pack` made under ``name`` by rename; the descriptor by which others
-        read it."""
+        """Write a record of `shard.pack` under ``name``, by rename; the descriptor with which
+        others read it."""
         self.write_some({name: record})
         return {"name": name, "bytes": len(record)}
 
     def write_some(
         self, records: Mapping[str, memoryview], until: Callable[[], bool] = lambda: True
     ) -> None:
-        """Write ``records`` by name, their folder being synced once for all; tried again while the
-        disk is full, but not once ``until()``."""
+        """Write ``records`` by name, and sync their folder once. While the disk is full, writes are
+        tried again until ``until()`` is true."""
         for name, record in records.items():
             path = self.folder / check_name(name)
             retry_write(path, partial(record_file.write, path, record, self.durable), until)
@@ -40,14 +39,14 @@ class ShardFiles:
             retry_write(self.folder, partial(sync_directory, self.folder), until)
 
     def read(self, descriptor: dict[str, Any]) -> dict[str, Row]:
-        """Rows of a shard by row id, mapped; ShardError if the file is missing or not whole."""
+        """Rows of a shard by row id, mapped. ShardError: the file is missing or damaged."""
         name = check_name(descriptor["name"])
         if name not in self._open:
             self._open[name] = record_file.read(self.folder / name)
         return self._open[name]
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file, whole or not."""
+        """Whether the file exists, even if it is damaged."""
         return (self.folder / check_name(name)).exists()
 
     def forget(self, keep: set[str]) -> None:

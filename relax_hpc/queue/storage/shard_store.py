@@ -1,5 +1,5 @@
-"""The shards of one process: what it makes, in memory at once and on disk soon after, and what it
-reads of others'."""
+"""The shards of one process: those that it makes, in memory immediately and on disk later, and
+those of others that it reads."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from relax_hpc.net.transport import Plane, PlaneError, Slab, SlabPool
 from relax_hpc.net.transport.choice import make_planes, missing_plane, planes_wanted
 from relax_hpc.queue.client.plane_log import FILE, PlaneCounts
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.queue.storage.columns import Columns, columns_of
+from relax_hpc.queue.storage.columns import Columns, parse_columns
 from relax_hpc.queue.storage.shard import ShardError, check_name, pack, unpack
 from relax_hpc.queue.storage.shard_files import ShardFiles
 
 Descriptor = dict[str, Any]
 _Parsed = TypeVar("_Parsed")
 _READ_S = 10.0
-"""Seconds of a read on a plane in memory; the file comes next."""
+"""Time limit of a read on a plane in memory. The file is the last resort."""
 
 
 class ShardReader:
-    """Reads by the best plane that both sides have, the file last. Shards stay mapped until they
-    are forgotten."""
+    """Reads shards by the best plane that both sides have, and from the file if all planes fail.
+    Shards stay mapped until `forget`."""
 
     def __init__(self, files: ShardFiles, planes: Sequence[Plane] = ()) -> None:
         self.files, self.planes = files, planes
@@ -38,24 +38,25 @@ class ShardReader:
         self._open: dict[str, dict[str, Row]] = {}
 
     def read(self, descriptor: Descriptor) -> dict[str, Row]:
-        """Rows of a shard by row id, as views; ShardError if it can be had nowhere."""
+        """Rows of a shard by row id, as views. ShardError: no plane and no file has it."""
         name = check_name(descriptor["name"])
         if name not in self._open:
-            why_not: list[str] = []
-            rows = self._from_memory(name, descriptor, unpack, why_not)
-            self._open[name] = self._from_file(descriptor, why_not) if rows is None else rows
+            reasons: list[str] = []
+            rows = self._from_memory(name, descriptor, unpack, reasons)
+            self._open[name] = self._from_file(descriptor, reasons) if rows is None else rows
         return self._open[name]
 
-    def columns(self, descriptor: Descriptor, room: memoryview | None = None) -> Columns | None:
-        """A shard by field, as views, of ``room`` if all of it fits there; None if it is not to be
-        had from memory."""
+    def columns(self, descriptor: Descriptor, buffer: memoryview | None = None) -> Columns | None:
+        """A shard by field, as views; of ``buffer``, if the whole shard fits into it. None: no
+        plane in memory has the shard."""
 
         def parse(record: memoryview, name: str) -> Columns:
-            if room is not None and len(record) <= len(room):
-                # In one piece: several, if large, take half as long again, going through the cache.
-                room[: len(record)] = record
-                record = room[: len(record)]
-            return columns_of(record, name)
+            if buffer is not None and len(record) <= len(buffer):
+                # One copy bypasses the cache. Several large copies go through it and take half as
+                # long again.
+                buffer[: len(record)] = record
+                record = buffer[: len(record)]
+            return parse_columns(record, name)
 
         return self._from_memory(check_name(descriptor["name"]), descriptor, parse, [])
 
@@ -64,25 +65,29 @@ class ShardReader:
         name: str,
         descriptor: Descriptor,
         parse: Callable[[memoryview, str], _Parsed],
-        why_not: list[str],
+        reasons: list[str],
     ) -> _Parsed | None:
-        """Shard parsed from the first plane that brings it, or None; ``why_not`` gets what went
-        wrong with others."""
+        """Shard parsed from the first plane that delivers it, or None. Errors of the others are
+        added to ``reasons``."""
         offers = descriptor.get("planes")
+        if not isinstance(offers, dict):
+            return None
         for plane in self.planes:
-            if isinstance(offers, dict) and isinstance(offer := offers.get(plane.name), dict):
-                try:
-                    parsed = parse(plane.read(offer, _READ_S), f"{plane.name}:{name}")
-                except (PlaneError, ShardError) as error:
-                    why_not.append(str(error))
-                    continue
-                self.plane_counts.count(descriptor, plane.name, plane.path(offer), why_not)
-                return parsed
+            offer = offers.get(plane.name)
+            if not isinstance(offer, dict):
+                continue
+            try:
+                parsed = parse(plane.read(offer, _READ_S), f"{plane.name}:{name}")
+            except (PlaneError, ShardError) as error:
+                reasons.append(str(error))
+                continue
+            self.plane_counts.count(descriptor, plane.name, plane.path(offer), reasons)
+            return parsed
         return None
 
-    def _from_file(self, descriptor: Descriptor, why_not: list[str]) -> dict[str, Row]:
+    def _from_file(self, descriptor: Descriptor, reasons: list[str]) -> dict[str, Row]:
         rows = self.files.read(descriptor)
-        self.plane_counts.count(descriptor, FILE, FILE, why_not)
+        self.plane_counts.count(descriptor, FILE, FILE, reasons)
         return rows
 
     def forget(self, keep: set[str]) -> None:
@@ -96,10 +101,11 @@ class ShardReader:
 
 
 class ShardStore(ShardReader):
-    """Reader that also makes shards: readable at once, saved when asked for.
+    """Reader that also makes shards: others can read them immediately, and `save` writes their
+    files.
 
-    ``on_saved(names)`` is called, in another thread, when the files of some are written.
-    Beyond ``max_bytes`` of memory a shard is made on disk alone, before `make` returns.
+    Another thread calls ``on_saved(names)`` after it has written files. If more than ``max_bytes``
+    of memory are taken, `make` writes a new shard to disk only, before it returns.
     """
 
     def __init__(
@@ -114,8 +120,8 @@ class ShardStore(ShardReader):
         self.pool, self.max_bytes, self.on_saved = pool, max_bytes, on_saved
         self._lock = threading.Condition()
         self.failure: OSError | None = None
-        """Error by which files can be written no more. A disk that is full for a while is no
-        reason: it is waited for."""
+        """Error after which no more files are written. A full disk is not such an error: the thread
+        waits for space."""
         self._held: dict[str, Slab] = {}
         self._unwritten: dict[str, memoryview] = {}
         self._to_write: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -126,8 +132,8 @@ class ShardStore(ShardReader):
     def make(
         self, name: str, rows: Sequence[Row], fields: Sequence[str], origin: Mapping[str, Any]
     ) -> tuple[Descriptor, bool]:
-        """Pack rows into a shard; its descriptor, and whether it is saved already. BadRow as `pack`
-        says."""
+        """Pack rows into a shard; its descriptor, and whether it is already saved. BadRow: a row is
+        invalid."""
         check_name(name)
         if self.failure:
             raise RelaxError(
@@ -160,22 +166,22 @@ class ShardStore(ShardReader):
         return {"name": name, "bytes": len(record), "planes": offers}, False
 
     def save(self, name: str) -> None:
-        """Have the file of a shard written soon."""
+        """Write the file of a shard soon, in another thread."""
         self._to_write.put(name)
 
     def holds(self) -> list[str]:
-        """Names of the shards in memory that are known to be on disk too."""
+        """Names of the shards in memory that are on disk too."""
         with self._lock:
             return [name for name in self._held if name not in self._unwritten]
 
     def discard(self, name: str) -> None:
-        """A shard that is not to be saved: the queue wants nothing of it."""
+        """Free a shard that is not saved because the queue refused all of its rows."""
         with self._lock:
             self._unwritten.pop(name, None)
         self.free([name])
 
     def free(self, names: Sequence[str]) -> None:
-        """Free the memory of shards that nobody needs any more."""
+        """Free the memory of shards that no process needs in memory."""
         for name in names:
             with self._lock:
                 slab = self._held.pop(name, None)
@@ -185,14 +191,13 @@ class ShardStore(ShardReader):
                 self.pool.give_back(slab)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until all that is to be saved has been; whether it has."""
+        """Wait until all shards passed to `save` are written; whether they are."""
         with self._lock:
             done = self._lock.wait_for(lambda: self.failure or not self._unwritten, timeout_s)
             return bool(done) and not self.failure
 
     def _save(self) -> None:
-        """Write the files of what is to be saved, all that there are at a time, and tell of
-        them."""
+        """Write the files of all waiting shards at a time, and report them, until `close`."""
         while names := self._next_names():
             try:
                 self.files.write_some(
@@ -210,18 +215,18 @@ class ShardStore(ShardReader):
                 self._lock.notify_all()
 
     def _next_names(self) -> list[str]:
-        """Wait for a name; all names that there are then. Empty: the end."""
+        """Wait for a name; all names that are waiting then. Empty: the store is closed."""
         names = [self._to_write.get()]
         with contextlib.suppress(queue.Empty):
             while names[-1] is not None:
                 names.append(self._to_write.get_nowait())
         if names[-1] is None:
-            # For the next call, which then has nothing to write.
+            # The end mark stays for the next call, which then has nothing to write.
             self._to_write.put(None)
         return [name for name in names if name is not None]
 
     def close(self) -> None:
-        """Write what is to be saved, if that can be now, and give all memory back."""
+        """Write the waiting shards, unless the disk is full, and free all memory."""
         self._closing.set()
         self._to_write.put(None)
         self._thread.join()
@@ -230,24 +235,25 @@ class ShardStore(ShardReader):
         self.pool.close()
 
 
-def planes_of(run: RunDir, config: Config, group: str, owner: str, pool: SlabPool) -> list[Plane]:
-    """The planes in memory that process ``owner`` of ``group`` offers and reads by, the best first.
+def open_planes(run: RunDir, config: Config, group: str, owner: str, pool: SlabPool) -> list[Plane]:
+    """The planes in memory by which process ``owner`` of ``group`` offers and reads, the best
+    first.
 
-    ConfigError if one is required and cannot be had.
+    ConfigError: a required plane is not available.
     """
     modes = planes_wanted(config)
-    # A maker whose group is taken for dead after so long is not waited for beyond that.
+    # After this time a silent producer's group counts as dead, so a longer wait is useless.
     silence_s = config.liveness.lease_s
     planes, absent = make_planes(
         modes, run.token(), pool, own_address(config, group), owner, silence_s
     )
-    for name, why in absent.items():
+    for name, reason in absent.items():
         if modes[name] == "required":
-            raise ConfigError(missing_plane(name, why))
-        print(f"queue: no plane {name} here: {why}", file=sys.stderr, flush=True)
+            raise ConfigError(missing_plane(name, reason))
+        print(f"queue: no plane {name} here: {reason}", file=sys.stderr, flush=True)
     return list(planes.values())
 
 
-def files_of(run: RunDir, config: Config) -> ShardFiles:
-    """The files of the shards of a run, as durable as its configuration says."""
+def shard_files(run: RunDir, config: Config) -> ShardFiles:
+    """The files of the shards of a run, with the durability of its configuration."""
     return ShardFiles(run.shards, durable=config.queue.durability == "commit")

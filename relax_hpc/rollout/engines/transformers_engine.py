@@ -17,7 +17,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.queue.storage.media import placeholders_of
+from relax_hpc.queue.storage.media import read_placeholders
 from relax_hpc.rollout.engines.deadline import SilenceTimeout
 from relax_hpc.rollout.engines.engine import (
     Draft,
@@ -80,7 +80,7 @@ class TransformersEngine:
         additions in sums is fixed."""
         require_model(self._model_dir)
         self._tokenizer = load_tokenizer(self._model_dir)
-        self._placeholders = placeholders_of(self._model_dir)
+        self._placeholders = read_placeholders(self._model_dir)
         self._rules = Rules.of(self._model_dir) if self._placeholders else None
         self._spec = spec_from_config(read_config(self._model_dir), self._ignored)
         self._model, self._ends = await asyncio.to_thread(_build, self._model_dir, self._dtype)
@@ -239,7 +239,7 @@ def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
         ends = config.get_text_config().eos_token_id
         # A model with speech output is used without its talker.
         config.enable_audio_output = False
-        kind = AutoModelForMultimodalLM if placeholders_of(directory) else AutoModelForCausalLM
+        kind = AutoModelForMultimodalLM if read_placeholders(directory) else AutoModelForCausalLM
         model = kind.from_config(config, dtype=getattr(torch, dtype)).eval()
     return model, set(ends if isinstance(ends, list) else [ends]) - {None}
 

@@ -27,7 +27,7 @@ from relax_hpc.net.transport import TcpPlane
 from relax_hpc.queue import Claim, Column, Plan, QueueClient
 from relax_hpc.queue.row_ids import row_id
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.queue.storage.shard_store import ShardReader, files_of
+from relax_hpc.queue.storage.shard_store import ShardReader, shard_files
 
 STEPS = 1 << 19
 """More than anybody measures; each round is one."""
@@ -189,7 +189,7 @@ class Taker:
         self.columns: dict[str, Column] = {}
         self.digest = ""
         self.room = {name: np.zeros(sum(load.lengths), np.int32) for name in load.names}
-        files = files_of(client.run, client.config)
+        files = shard_files(client.run, client.config)
         tcp = TcpPlane(client.run.token(), "127.0.0.1")
         self.readers = {"get tcp": ShardReader(files, [tcp]), "get file": ShardReader(files)}
 

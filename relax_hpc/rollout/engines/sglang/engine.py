@@ -15,7 +15,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.affinity import numa_of_gpus
 from relax_hpc.net.rendezvous.network import LOOPBACK
-from relax_hpc.queue.storage.media import placeholders_of
+from relax_hpc.queue.storage.media import read_placeholders
 from relax_hpc.rollout.engines.engine import EngineFault, GenerateRequest, Generation, require_model
 from relax_hpc.rollout.engines.sglang.client import SglangClient
 from relax_hpc.rollout.engines.sglang.flags import (
@@ -75,7 +75,7 @@ class SglangEngine:
                 threads=config.threads,
                 stop_s=config.liveness.stop_timeout_s,
                 routes_as_drawn=config.rollout.save_partial == "tokens",
-                takes_media=bool(placeholders_of(model_dir)),
+                takes_media=bool(read_placeholders(model_dir)),
             )
         )
         self._open = contextlib.AsyncExitStack()
@@ -105,7 +105,7 @@ class SglangEngine:
                 rollout.partial_rollout,
                 rollout.groups_per_request * self._config.samples_per_prompt,
                 self._routes,
-                placeholders_of(self._model_dir),
+                read_placeholders(self._model_dir),
             )
             self._open.push_async_callback(self._client.close)
             limit_s = self._settings.start_timeout_s
