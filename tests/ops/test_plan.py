@@ -22,9 +22,9 @@ from relax_hpc.ops.doctor.memory import host_mib
 from relax_hpc.ops.plan import tower_memory
 from relax_hpc.ops.plan.footprint import GIB
 from relax_hpc.ops.plan.model_memory import parameters
-from relax_hpc.ops.plan.peaks import basis
 from relax_hpc.ops.plan.plan import plan
 from relax_hpc.ops.plan.roles import CONTEXT_BYTES
+from relax_hpc.ops.plan.view import basis
 from tests.helpers.pages import ROOT
 
 MODELS = ROOT / "configs/models"
@@ -121,8 +121,8 @@ def test_models_that_see_take_what_their_decoders_do_and_their_towers(
     more = seeing.resident["weights"] - plain.resident["weights"]
     # Qwen3-Omni knows 128 words more.
     assert more == pytest.approx(2 * sum(map(tower_memory.parameters, towers)), rel=1e-3)
-    assert seeing.moments["backward"]["towers' activations"] > 0
-    assert not plain.moments["backward"].get("towers' activations")
+    assert seeing.phases["backward"]["towers' activations"] > 0
+    assert not plain.phases["backward"].get("towers' activations")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_bytes_of_a_parameter_and_of_shared_states() -> None:
             name: size / count
             for name, size in (Counter(actor.resident) + Counter(actor.pinned)).items()
         }
-        return sizes | {"peak": actor.peak, "logits": actor.moments["output layer"]["logits"]}
+        return sizes | {"peak": actor.peak, "logits": actor.phases["output layer"]["logits"]}
 
     whole, shared = of_actor(**{"actor.optimizer.distributed": False}), of_actor()
     assert [whole[name] for name in ("weights", "gradients", "optimizer states")] == [2, 4, 12]
@@ -245,7 +245,7 @@ def test_the_command_prints_it_and_says_what_does_not_fit(
     told = capsys.readouterr().out
     assert "DOES NOT FIT (actor: " in told and "not measured" in told
     found = re.search(
-        r"it would with (--actor.optimizer.offload=true --actor.parallel.tensor=2 .*)", told
+        r"it would fit with (--actor.optimizer.offload=true --actor.parallel.tensor=2 .*)", told
     )
     assert main([*line, *found[1].split(), "--groups.actor.resources.gpus_per_node=2"]) == 0, (
         "as it says"
@@ -267,7 +267,7 @@ def test_what_cannot_be_reckoned_is_said(capsys: pytest.CaptureFixture[str]) -> 
     assert main([*line, "--model.path=/nowhere"]) == 78
     assert "found no config.json in /nowhere" in capsys.readouterr().err
     assert main([*line, f"--model.path={MODELS}/Qwen3-4B", "--site.gpu_memory_gib=0"]) == 78
-    assert "found 0, with which nothing is compared" in capsys.readouterr().err
+    assert "found 0, allowed: the memory of a GPU" in capsys.readouterr().err
     assert main([*line, f"--model.path={MODELS}/Qwen3-4B", "--site.gpu_memory_gib=81559"]) == 78
     assert (
         "site.gpu_memory_gib: found 81559.0 (float), allowed: 0.0 to 4096.0"
@@ -305,12 +305,12 @@ def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
     ("flags", "said"),
     [
         ({"tp_size": 3}, "tp_size: found 3, allowed: divisors of the 32 attention heads"),
-        ({"tp_size": 4}, "6 engines of tp_size 4 take 24 GPUs, and group rollout has 6"),
-        ({"pp_size": 2}, "6 engines of tp_size 1 and pp_size 2 take 12 GPUs"),
-        ({"dp_size": 2}, "6 engines of tp_size 1 and dp_size 2 take 12 GPUs"),
+        ({"tp_size": 4}, "6 engines of tp_size 4 need 24 GPUs, and group rollout has 6"),
+        ({"pp_size": 2}, "6 engines of tp_size 1 and pp_size 2 need 12 GPUs"),
+        ({"dp_size": 2}, "6 engines of tp_size 1 and dp_size 2 need 12 GPUs"),
         (
             {"base_gpu_id": 1},
-            "6 engines of tp_size 1 take 6 GPUs, and group rollout has 5 without the 1 before",
+            "6 engines of tp_size 1 need 6 GPUs, and group rollout has 5 without the 1 before",
         ),
     ],
 )
@@ -330,7 +330,7 @@ def test_stored_peaks_are_told(tmp_path: Path) -> None:
     result = {"machine": {"device": "H100", "commit": "abc"}, "measured": measured}
     (tmp_path / "gpu-h100.json").write_text(json.dumps(result))
     assert basis(tmp_path).endswith(
-        "; peaks of GPU runs: 38.0 GiB, worked out 37.0 (0.6B: fused; H100, commit abc)"
+        "; peaks of GPU runs: 38.0 GiB, calculated 37.0 (0.6B: fused; H100, commit abc)"
     )
 
 
@@ -355,7 +355,7 @@ def test_8b_with_rows_of_16384_fits_one_gpu_with_its_states_on_the_host(kernels:
     )
     assert (
         place.bytes
-        == sum(actor.resident.values()) + sum(actor.moments[actor.worst].values())
+        == sum(actor.resident.values()) + sum(actor.phases[actor.worst_phase].values())
         < 60 * GIB
     )
 

@@ -285,9 +285,9 @@ def test_a_step_takes_what_was_worked_out(
     config, directory = run_of(*CASES[case], tmp_path / "hf")
     settings = config.actor
     as_on_a_gpu(monkeypatch, settings.kernels)
-    for module in (adam, optimizer_memory):
-        monkeypatch.setattr(module, "PIECE", 2**16)
-    expected = roles.actor(config, spec_from_config(read_config(directory)), "actor", 1)
+    monkeypatch.setattr(adam, "PIECE", 2**16)
+    monkeypatch.setattr(optimizer_memory, "CHUNK_ELEMENTS", 2**16)
+    expected = roles.actor_footprint(config, spec_from_config(read_config(directory)), "actor", 1)
     with one_of(settings.parallel):
         trainer = trainer_of(config, directory)
         given = batch(whole_rows(ROW * settings.parallel.context), trainer.model.pack_split)
@@ -307,17 +307,17 @@ def test_a_step_takes_what_was_worked_out(
         )
     # A checkpoint is counted apart: the half of it that is on a GPU is in host memory here.
     worst = max(
-        sum(parts.values()) for moment, parts in expected.moments.items() if moment != "checkpoint"
+        sum(parts.values()) for moment, parts in expected.phases.items() if moment != "checkpoint"
     )
     assert stays + worst == pytest.approx(stays + max(passes.bytes, update.bytes), rel=0.1)
     if type(trainer.optimizer.chained_optimizers[0].optimizer) is not torch.optim.AdamW:
-        assert sum(expected.moments["update"].values()) == pytest.approx(update.bytes, rel=0.15)
+        assert sum(expected.phases["update"].values()) == pytest.approx(update.bytes, rel=0.15)
     if settings.optimizer.distributed:
         assert expected.host["states gathered for a checkpoint"] == pytest.approx(
             gathering.bytes, rel=0.05
         )
     if not settings.optimizer.offload:
-        assert expected.pinned["what makes way for engines"] == pytest.approx(away, rel=0.01)
+        assert expected.pinned["moved out for engines"] == pytest.approx(away, rel=0.01)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -343,7 +343,7 @@ def test_a_stage_of_a_pipeline_takes_what_was_worked_out(
         with Unwritten() as passes:
             trainer.accumulate([batch(whole_rows(ROW)) for _ in range(4)])
     worst = max(
-        sum(expected.moments[name].values()) for name in ("backward", "output layer")[: 1 + stage]
+        sum(expected.phases[name].values()) for name in ("backward", "output layer")[: 1 + stage]
     )
     assert stays + worst == pytest.approx(stays + passes.bytes, rel=0.1)
 
@@ -367,5 +367,5 @@ def test_experts_that_are_dealt_out_take_their_part(
     with one_of(config.actor.parallel):
         check_what_stays(
             trainer_of(config, directory),
-            roles.actor(config, spec_from_config(read_config(directory)), "actor", 1),
+            roles.actor_footprint(config, spec_from_config(read_config(directory)), "actor", 1),
         )

@@ -274,12 +274,12 @@ def test_a_teacher_is_needed_and_it_or_a_critic_has_to_read_what_the_policy_writ
     (finding,) = check(load([], run | {"model.teacher_path": str(teacher)}))
     assert (
         finding.startswith("model.teacher_path: found")
-        and "gives other ids than the policy's" in finding
+        and "has other ids than the policy's" in finding
     )
     (finding,) = check(load([], run | {"model.critic_path": str(teacher), "algorithm.name": "ppo"}))
     assert (
         finding.startswith("model.critic_path: found")
-        and "gives other ids than the policy's" in finding
+        and "has other ids than the policy's" in finding
     )
     top = {"model.teacher_path": str(policy), "algorithm.teacher_top_k": 1000}
     (finding,) = check(load([], run | top))

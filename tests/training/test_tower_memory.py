@@ -79,15 +79,15 @@ def test_a_frozen_tower_takes_its_weights_and_a_layer_alone():
         Config(groups={"actor": GroupConfig(roles=["actor"])}),
         spec_from_config(QWEN3_VL_2B),
     )
-    free = roles.actor(config, spec, "actor", 1)
+    free = roles.actor_footprint(config, spec, "actor", 1)
     config.model.frozen_towers = ["visual"]
-    frozen = roles.actor(config, spec, "actor", 1)
+    frozen = roles.actor_footprint(config, spec, "actor", 1)
     tower = tower_memory.parameters(spec.towers[0])
     assert 4e8 < tower < 4.2e8 and frozen.resident["weights"] == free.resident["weights"]
     assert free.resident["gradients"] - frozen.resident["gradients"] == 4 * tower
     assert free.resident["optimizer states"] - frozen.resident["optimizer states"] == 8 * tower
     assert (
-        free.moments["backward"]["towers' activations"]
+        free.phases["backward"]["towers' activations"]
         > 0
-        == frozen.moments["backward"]["towers' activations"]
+        == frozen.phases["backward"]["towers' activations"]
     )

@@ -111,7 +111,7 @@ def measure(
     steps: int = 4,
 ) -> dict[str, float]:
     """Of ``count`` rows of ``length`` tokens, in micro-batches of ``micro``: seconds of a step's
-    parts, the most memory that was allocated, and what it was worked out to be. ``who``: ours, with
+    parts, the most memory that was allocated, and the calculated peak. ``who``: ours, with
     the section ``actor`` of a configuration; alone; or peer."""
     spec = spec_from_config(hf_config(shape))
     samples, each = rows(count, length, spec.vocab), max(1, micro // length)
@@ -182,7 +182,7 @@ def worked_out(shape: str, length: int, micro: int, actor: ActorConfig) -> float
     actor.max_tokens_per_micro_batch = micro
     config.data.max_prompt_tokens, config.rollout.max_new_tokens = length // 8, length - length // 8
     return (
-        roles.actor(config, spec_from_config(hf_config(shape)), "actor", 1).peak
+        roles.actor_footprint(config, spec_from_config(hf_config(shape)), "actor", 1).peak
         - roles.CONTEXT_BYTES
     ) / 2**30
 

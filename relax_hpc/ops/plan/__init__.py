@@ -1,6 +1,5 @@
-"""Memory that a run will take, worked out before it waits in a queue; docs/reference/memory.md has
-the formulas.
+"""Memory of a run, calculated before it is submitted; docs/reference/memory.md has the formulas.
 
-Nothing here is measured, and nothing needs torch: sizes follow from the configuration and the
-model's config.json.
+Nothing is measured, and torch is not needed: sizes follow from the configuration and the model's
+config.json.
 """

@@ -1,4 +1,4 @@
-"""Memory that the processes of one role take."""
+"""Memory that the processes of one role need."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 GIB = 1 << 30
-Parts = Mapping[str, float]
+Sizes = Mapping[str, float]
 """Bytes by purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Footprint of one role: memory on one GPU, the one with the most, and on one node."""
+    """Memory of one role on its fullest GPU, and on one node."""
 
     role: str
     group: str
     split: str
-    """Split of the model over ranks, for people."""
+    """Description of how ranks split the model."""
     gpus: int
     """GPUs of all its processes."""
-    resident: Parts
-    """Bytes that are on a GPU always."""
-    moments: Mapping[str, Parts] = field(default_factory=dict)
-    """Bytes on a GPU beside these, by what is being done; one at a time."""
-    pinned: Parts = field(default_factory=dict)
+    resident: Sizes
+    """Bytes on a GPU in all phases."""
+    phases: Mapping[str, Sizes] = field(default_factory=dict)
+    """Additional bytes on a GPU by phase (such as backward or update); phases do not overlap."""
+    pinned: Sizes = field(default_factory=dict)
     """Bytes of page-locked or shared host memory of all its processes on a node."""
-    host: Parts = field(default_factory=dict)
+    host: Sizes = field(default_factory=dict)
     """Bytes of other host memory of all its processes on a node."""
     note: str = ""
-    """Use of the memory, for people."""
+    """Comment for the table."""
     lack: str = ""
-    """Reason why the role could not work though it fits; empty: it could."""
+    """Reason why the role cannot work although its memory fits, or an empty text."""
 
     @property
-    def worst(self) -> str:
-        """The moment that takes most."""
-        return max(self.moments, key=lambda name: sum(self.moments[name].values()), default="")
+    def worst_phase(self) -> str:
+        """The phase that needs the most memory."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()), default="")
 
     @property
-    def device(self) -> dict[str, float]:
-        """Parts on the GPU at the worst moment."""
-        return {**self.resident, **self.moments.get(self.worst, {})}
+    def device_sizes(self) -> dict[str, float]:
+        """Bytes on the GPU in the worst phase, by purpose."""
+        return {**self.resident, **self.phases.get(self.worst_phase, {})}
 
     @property
     def peak(self) -> float:
-        """Bytes on the GPU at the worst moment."""
-        return sum(self.device.values())
+        """Bytes on the GPU in the worst phase."""
+        return sum(self.device_sizes.values())

@@ -1,8 +1,8 @@
-"""Bytes of a model on one rank: parameters, what a layer keeps for the backward pass, logits.
+"""Memory of a model on one rank: parameters, activations and logits.
 
-What a layer keeps was counted, tensor by tensor, along megatron-core 0.16.1's layers and
-`models.layer_spec`; a test compares it with the bytes that autograd holds. Korthikanti et al.,
-arXiv 2205.05198, have the method.
+The activations that a layer keeps were counted tensor by tensor in the layers of megatron-core
+0.16.1 and `models.layer_spec`. A test compares them with the bytes that autograd holds. The method
+is that of Korthikanti et al., arXiv 2205.05198.
 """
 
 from __future__ import annotations
@@ -18,21 +18,17 @@ from relax_hpc.training.models.stages import stage_layers
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MAIN_BYTES = 4
-"""Bytes of an element of gradients, of the optimizer's main parameters and of each of its two
-moments: float32."""
+"""Bytes of an element of gradients, main parameters and moments in float32."""
 BUSIEST = 1.5
-"""Ratio of the tokens that come to the experts of the busiest rank to the mean of those who share a
-layer's. An assumption."""
+"""Tokens of the busiest rank of experts, divided by the mean of all ranks. An assumption."""
 ROUTER_ELEMENTS = 6
-"""Elements that a router keeps of an expert and a token: three of float32, in elements of 2
-bytes."""
+"""Elements of 2 bytes that a router keeps per expert and token: three float32 values."""
 CHUNKS = 2**22, 2**28
-"""Logits that `training.logprobs` has at once, at least and at most; between these an eighth of
-all."""
+"""Minimum and maximum of a chunk of logits in `training.logprobs`; between them 1/8 of all."""
 
 
 def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
-    """Parameters of the rank of pipeline ``stage`` with the most."""
+    """Parameters of the largest rank of pipeline ``stage``."""
     return sum(_counts(spec, parallel, stage))
 
 
@@ -40,9 +36,8 @@ def own_share(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> float:
     """Parameters of a rank, each divided by the number of ranks that have the same one."""
     dense, experts = _counts(spec, parallel, stage)
     copies = parallel.data * parallel.context
-    return dense / copies + experts * parallel.expert * parallel.expert_tensor / (
-        parallel.tensor * copies
-    )
+    expert_ranks = parallel.expert * parallel.expert_tensor
+    return dense / copies + experts * expert_ranks / (parallel.tensor * copies)
 
 
 def expert_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
@@ -51,30 +46,33 @@ def expert_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> 
 
 
 def _counts(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
-    """Parameters of a rank: those outside of experts, and those of its experts."""
+    """Parameters of a rank outside of experts, and in its experts."""
     layers = len(stage_layers(spec.layers, parallel)[stage])
-    # All layers are alike, and a large model has tens of thousands of experts.
-    layer = _counted(spec, parallel, stage_entries(spec, range(1), False, False))
-    rest = _counted(
-        spec, parallel, stage_entries(spec, range(0), stage == 0, stage == parallel.pipeline - 1)
-    )
-    return layers * layer[0] + rest[0], layers * layer[1] + rest[1]
+    is_last = stage == parallel.pipeline - 1
+    # Count one layer and multiply: all are alike, and large models have 10,000 experts and more.
+    layer = _count_entries(spec, parallel, stage_entries(spec, range(1), False, False))
+    ends = _count_entries(spec, parallel, stage_entries(spec, range(0), stage == 0, is_last))
+    return layers * layer[0] + ends[0], layers * layer[1] + ends[1]
 
 
-def _counted(
+def _count_entries(
     spec: ModelSpec, parallel: ParallelConfig, entries: list[FusedParameter]
 ) -> tuple[int, int]:
-    """Parameters of a rank out of ``entries``: those outside of experts, and those of its
-    experts."""
-    found = [0, 0]
+    """Parameters of ``entries`` on a rank outside of experts, and in its experts."""
+    dense, experts = 0, 0
     for entry in select_experts(entries, range(spec.experts // parallel.expert)):
-        one_expert = entry.expert is not None
-        tensor = parallel.expert_tensor if one_expert else parallel.tensor
-        found[one_expert] += sum(_elements(piece, tensor) for piece in entry.pieces)
-    return found[0], found[1]
+        is_expert = entry.expert is not None
+        tensor = parallel.expert_tensor if is_expert else parallel.tensor
+        count = sum(_elements(piece, tensor) for piece in entry.pieces)
+        if is_expert:
+            experts += count
+        else:
+            dense += count
+    return dense, experts
 
 
 def _elements(piece: Piece, tensor: int) -> int:
+    """Elements of a piece on one of ``tensor`` ranks that split it."""
     if piece.axis is None:
         return math.prod(piece.shape)
     length = -(-piece.shape[piece.axis] // tensor)
@@ -84,40 +82,44 @@ def _elements(piece: Piece, tensor: int) -> int:
 def kept_elements(
     spec: ModelSpec, parallel: ParallelConfig, recompute: str, kernels: Kernels = "plain"
 ) -> int:
-    """Elements a token that a layer keeps for the backward pass."""
-    wide = _widths(spec, parallel, kernels)
+    """Elements per token that a layer keeps for the backward pass."""
+    widths = _widths(spec, parallel, kernels)
     return {
-        # Two inputs of norms and what they give, and what is inside of the two blocks.
-        "none": 4 * wide.stream + wide.attention + wide.inner,
-        "selective": 2 * wide.stream + wide.attention,
-        "full": wide.stream,
+        # Inputs and outputs of the two norms, and the inside of attention and feed-forward block.
+        "none": 4 * widths.stream + widths.attention + widths.inner,
+        "selective": 2 * widths.stream + widths.attention,
+        "full": widths.stream,
     }[recompute]
 
 
 def working_elements(
     spec: ModelSpec, parallel: ParallelConfig, recompute: str, kernels: Kernels = "plain"
 ) -> int:
-    """Elements a token that the backward pass of one layer takes beside: what it computes again,
-    and gradients."""
-    wide = _widths(spec, parallel, kernels)
-    again = {
+    """Additional elements per token of the backward pass of one layer.
+
+    They are recomputed activations and gradients.
+    """
+    widths = _widths(spec, parallel, kernels)
+    recomputed = {
         "none": 0,
-        "selective": 2 * wide.stream + wide.inner,
-        "full": 3 * wide.stream + wide.attention + wide.inner,
+        "selective": 2 * widths.stream + widths.inner,
+        "full": 3 * widths.stream + widths.attention + widths.inner,
     }[recompute]
-    # What the feed-forward block keeps goes while gradients come: at most the product's and both
-    # halves' are there, and those of half of the copies.
-    return again + 2 * wide.stream + max(wide.attention // 2, 3 * wide.product + wide.copies // 2)
+    # The feed-forward block frees its activations while gradients are computed. At most the
+    # gradients of the product and of both halves exist, and those of half of the copies.
+    inner_gradients = 3 * widths.product + widths.copies // 2
+    gradients = 2 * widths.stream + max(widths.attention // 2, inner_gradients)
+    return recomputed + gradients
 
 
 def scored_elements(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels = "plain") -> int:
-    """Elements a token that one layer takes at most while nothing is kept."""
-    wide = _widths(spec, parallel, kernels)
-    return 3 * wide.stream + max(wide.attention, wide.inner)
+    """Elements per token of one layer in a forward pass that keeps nothing."""
+    widths = _widths(spec, parallel, kernels)
+    return 3 * widths.stream + max(widths.attention, widths.inner)
 
 
 class _Widths(NamedTuple):
-    """Elements a token."""
+    """Elements per token."""
 
     stream: int
     """Elements of the residual stream."""
@@ -128,43 +130,43 @@ class _Widths(NamedTuple):
     product: int
     """Elements between the two matrices of the feed-forward block."""
     copies: int
-    """Elements of tokens as experts take them and give them back."""
+    """Elements of the copies of tokens before and after the experts."""
 
 
 def _widths(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels) -> _Widths:
-    stream = spec.hidden // (parallel.tensor if parallel.sequence_parallel else 1)
-    query, value = (
-        spec.heads * spec.head_dim // parallel.tensor,
-        max(spec.groups // parallel.tensor, 1) * spec.head_dim,
-    )
-    # Ranks that share a key-value head have the three of all ranks.
-    together = (
-        query + 2 * value if parallel.tensor <= spec.groups else spec.groups * spec.group_rows
-    )
-    # The three together, rotated queries, keys, the result and its copy in the order of the next
-    # matrix; normalising by head keeps the queries once more.
-    attention = together + (3 + spec.qk_norm) * query + value
-    # Of all context ranks: the keys and values that this one's two pieces of each row look at.
-    attention += (2 * parallel.context + 1) * value if parallel.context > 1 else 0
-    product, copies = (
-        _of_experts(spec, parallel) if spec.experts else (spec.inner // parallel.tensor, 0)
-    )
-    # Both halves of what the first matrix gives, and the product; and, unless one kernel makes it,
-    # which experts do not have, the one half activated and the other as it is multiplied. A router
-    # has logits and probabilities.
+    tensor = parallel.tensor
+    stream = spec.hidden // (tensor if parallel.sequence_parallel else 1)
+    query = spec.heads * spec.head_dim // tensor
+    value = max(spec.groups // tensor, 1) * spec.head_dim
+    # Queries, keys and values together. Ranks that share a key-value head hold those of all ranks.
+    qkv = query + 2 * value
+    if tensor > spec.groups:
+        qkv = spec.groups * spec.group_rows
+    # Besides them: rotated queries and keys, the result, and a contiguous copy for the next
+    # matrix. Normalisation of heads keeps the queries once more.
+    attention = qkv + (3 + spec.qk_norm) * query + value
+    if parallel.context > 1:
+        # Keys and values of all context ranks that this rank's two pieces of each row attend to.
+        attention += (2 * parallel.context + 1) * value
+    product, copies = spec.inner // tensor, 0
+    if spec.experts:
+        product, copies = _expert_widths(spec, parallel)
+    # Both halves of the first matrix's output and their product. Without a fused kernel, which
+    # experts do not have, also the activated half and the other half before multiplication.
     inner = (3 if kernels == "fused" and not spec.experts else 5) * product
-    inner += copies + ROUTER_ELEMENTS * spec.experts // parallel.tensor
+    inner += copies + ROUTER_ELEMENTS * spec.experts // tensor
     return _Widths(stream, attention, inner, product, copies)
 
 
-def _of_experts(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int]:
+def _expert_widths(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int]:
     """`_Widths.product` and `copies` of a layer of experts."""
-    product, taken = spec.chosen * spec.inner / parallel.tensor, spec.chosen * spec.hidden
+    product, dispatched = spec.chosen * spec.inner / parallel.tensor, spec.chosen * spec.hidden
     if parallel.expert == 1:
-        return round(product), 2 * taken
-    # Ranks that share experts have different tokens each, tensor ranks too. What is sent is there
-    # beside what comes.
-    return round(BUSIEST * product), round((1 + 2 * BUSIEST) * taken / parallel.tensor)
+        return round(product), 2 * dispatched
+    # Each rank of the expert and tensor groups has different tokens. Sent and received tokens
+    # exist at the same time, and the busiest rank receives BUSIEST times the mean.
+    copies = (1 + 2 * BUSIEST) * dispatched / parallel.tensor
+    return round(BUSIEST * product), round(copies)
 
 
 def logits_bytes(
@@ -175,16 +177,18 @@ def logits_bytes(
     kernels: Kernels,
     entropy: bool,
 ) -> int:
-    """Bytes that the output layer takes on a rank of the last stage: those of a chunk of logits of
-    ``item`` bytes."""
+    """Bytes of the output layer on a rank of the last stage: one chunk of logits and its gradient.
+
+    ``item``: bytes of a logit.
+    """
     smallest, largest = CHUNKS
-    all_of_them = tokens * (spec.padded_vocab(parallel.tensor) // parallel.tensor)
-    at_once = min(all_of_them, max(all_of_them // 8, smallest), largest)
+    logits = tokens * (spec.padded_vocab(parallel.tensor) // parallel.tensor)
+    chunk = min(logits, max(logits // 8, smallest), largest)
     if kernels == "fused":
-        # Their gradient is written over them.
-        return item * at_once
-    # In bfloat16 float32 ones and the gradient beside them, in float32 all is in their place; and
-    # probabilities.
-    return (
-        (item if item == MAIN_BYTES else 2 * item + MAIN_BYTES) + MAIN_BYTES * entropy
-    ) * at_once
+        # The gradient overwrites the logits.
+        return item * chunk
+    # float32 logits are overwritten too. bfloat16 logits also have a float32 copy and a gradient.
+    per_logit = item if item == MAIN_BYTES else 2 * item + MAIN_BYTES
+    if entropy:
+        per_logit += MAIN_BYTES  # Probabilities.
+    return per_logit * chunk

@@ -1,4 +1,4 @@
-"""Bytes of Adam's states on one rank, and what a step and a checkpoint take beside them."""
+"""Bytes of Adam's states on one rank, and of its step and its checkpoint."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from relax_hpc.config.schema import ActorConfig
 from relax_hpc.ops.plan.model_memory import ITEM_BYTES, MAIN_BYTES
 
-PIECE = 2**24
-"""Elements that `training.adam` updates at a time."""
+CHUNK_ELEMENTS = 2**24
+"""Elements that `training.adam` updates at a time if states are offloaded or bfloat16."""
 MOMENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """Memory that the optimizer of one rank takes."""
+    """Memory of the optimizer of one rank."""
 
     states: float
-    """Bytes of moments, and of main parameters of a model in bfloat16."""
+    """Bytes of moments, and of main parameters if the model is in bfloat16."""
     offloaded: bool
     update: float
-    """Bytes on the GPU, in a step, beside all that is there always."""
+    """Additional bytes on the GPU during a step."""
 
     @property
     def device(self) -> float:
@@ -34,34 +34,45 @@ class OptimizerBytes:
 
 
 def optimizer_bytes(actor: ActorConfig, count: float, item: int) -> OptimizerBytes:
-    """The optimizer of a rank that updates ``count`` parameters, whose weights have ``item`` bytes
-    each."""
-    moments = MOMENTS * ITEM_BYTES[actor.optimizer.states]
-    # Under float32 the parameters are the main parameters.
-    main = MAIN_BYTES if item < MAIN_BYTES else 0
-    return OptimizerBytes(
-        (moments + main) * count, actor.optimizer.offload, _update(actor, count, moments, main)
-    )
+    """Memory of the optimizer of a rank.
 
-
-def _update(actor: ActorConfig, count: float, moments: int, main: int) -> float:
-    rounded, one_kernel = actor.optimizer.states == "bfloat16", actor.kernels == "fused"
-    if not rounded and not actor.optimizer.offload:
-        # Of all parameters at a time: a square root of each second moment, unless one kernel does
-        # all.
-        return 0.0 if one_kernel else MAIN_BYTES * count
-    # Of a piece: two on their way, moments in float32, and what Adam or the rounding makes of them.
-    rooms = 2 * (moments + main) * actor.optimizer.offload
-    made = 0 if rounded and one_kernel else MAIN_BYTES * (MOMENTS * rounded + 2)
-    return PIECE * rooms + min(PIECE, count) * made
-
-
-def gathered(count: float, own: float) -> tuple[float, float]:
-    """Bytes on the GPU and in host memory while a distributed optimizer's states of ``count``
-    parameters are made ready for a checkpoint: megatron-core gathers one kind at a time from all
-    data-parallel ranks, of which this one has ``own``, and has all three in float32. See
-    DistributedOptimizer.get_parameter_state_dp_zero of megatron-core 0.16.1.
+    ``count``: parameters that the rank updates. ``item``: bytes of each weight of the model.
     """
-    # A rank's own parts; those of all, and of the kind at hand the parts, joined, and the last
-    # kind's.
-    return MAIN_BYTES * (count + own), 3 * MAIN_BYTES * own + (3 + 3) * MAIN_BYTES * count
+    moments = MOMENTS * ITEM_BYTES[actor.optimizer.states]
+    # A float32 model needs no separate main parameters.
+    main = MAIN_BYTES if item < MAIN_BYTES else 0
+    update = _update_bytes(actor, count, moments, main)
+    return OptimizerBytes((moments + main) * count, actor.optimizer.offload, update)
+
+
+def _update_bytes(actor: ActorConfig, count: float, moments: int, main: int) -> float:
+    """Additional bytes on the GPU during a step of ``count`` parameters.
+
+    ``moments``, ``main``: bytes per parameter of both moments and of the main parameter.
+    """
+    is_rounded, is_fused = actor.optimizer.states == "bfloat16", actor.kernels == "fused"
+    is_offloaded = actor.optimizer.offload
+    if not is_rounded and not is_offloaded:
+        # torch's Adam holds the square roots of all second moments; a fused kernel holds nothing.
+        return 0.0 if is_fused else MAIN_BYTES * count
+    # Such a step works on chunks. Two chunks of offloaded states are in transfer.
+    transfers = 2 * (moments + main) if is_offloaded else 0
+    # Per parameter of a chunk: two temporary values, and both moments in float32 before rounding.
+    temporaries = 2
+    if is_rounded:
+        temporaries = 0 if is_fused else 2 + MOMENTS
+    return CHUNK_ELEMENTS * transfers + min(CHUNK_ELEMENTS, count) * MAIN_BYTES * temporaries
+
+
+def gather_bytes(count: float, share: float) -> tuple[float, float]:
+    """Bytes on the GPU and in host memory while a distributed optimizer saves a checkpoint.
+
+    megatron-core 0.16.1 gathers one kind of state of ``count`` parameters at a time from all
+    data-parallel ranks, and keeps all three kinds in float32 on the host; ``share`` of the
+    parameters are this rank's. See its DistributedOptimizer.get_parameter_state_dp_zero.
+    """
+    device = MAIN_BYTES * (count + share)
+    # On the host: the rank's own shares of all kinds; all kinds, gathered; and of the current
+    # kind the received parts, their concatenation, and those of the previous kind.
+    host = 3 * MAIN_BYTES * share + (3 + 3) * MAIN_BYTES * count
+    return device, host

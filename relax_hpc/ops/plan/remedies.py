@@ -1,4 +1,4 @@
-"""Settings with which a role would fit into its GPUs: those that cost least first."""
+"""Search for settings with which roles fit into their GPUs, the cheapest first."""
 
 from __future__ import annotations
 
@@ -12,58 +12,65 @@ from relax_hpc.ops.plan.roles import ENGINE_SHARE, engine_flag, longest_row
 from relax_hpc.training.models.spec import ModelSpec
 
 Change = dict[str, Any]
-"""Change of a configuration: dotted keys -> values."""
+"""Settings to change: dotted keys -> values."""
 MAX_TENSOR = 8
-"""Ranks that share a matrix: more than a node has GPUs is slow."""
+"""Largest number of tensor-parallel ranks. More than the GPUs of a node would be slow."""
 
 
 def remedies(
     config: Config, spec: ModelSpec, roles: Sequence[str], fits: Callable[[Config], bool]
 ) -> list[str]:
-    """The settings, `key: value`, with which ``fits``; none if there are none.
+    """Settings, each `key: value`, with which ``fits`` returns true; empty if none help.
 
-    One after the other is made until it does; then those are taken back without which it does too,
-    dearest first.
+    Changes are applied one after another until the roles fit. Then each change is removed that is
+    not needed, the most expensive first.
     """
-    made: list[Change] = []
-    now = copy.deepcopy(config)
-    for change in _changes(now, spec, roles):
-        apply(now, change)
-        made.append(change)
-        if fits(now):
-            needed = _needed(config, made, fits)
-            return [f"{key}: {_shown(value)}" for key, value in needed.items()]
+    applied: list[Change] = []
+    changed = copy.deepcopy(config)
+    for change in _changes(changed, spec, roles):
+        apply(changed, change)
+        applied.append(change)
+        if fits(changed):
+            needed = _needed(config, applied, fits)
+            return [f"{key}: {_format_value(value)}" for key, value in needed.items()]
     return []
 
 
-def _needed(config: Config, made: Sequence[Change], fits: Callable[[Config], bool]) -> Change:
-    kept = list(made)
-    for change in reversed(made):
+def _needed(config: Config, applied: Sequence[Change], fits: Callable[[Config], bool]) -> Change:
+    """The changes of ``applied`` without those that are not needed, as one change."""
+    needed = list(applied)
+    for change in reversed(applied):
         trial = copy.deepcopy(config)
-        for one in kept:
-            if one is not change:
-                apply(trial, one)
+        for other in needed:
+            if other is not change:
+                apply(trial, other)
         if fits(trial):
-            kept.remove(change)
-    return {key: value for change in kept for key, value in change.items()}
+            needed.remove(change)
+    settings: Change = {}
+    for change in needed:
+        settings |= change
+    return settings
 
 
 def _changes(config: Config, spec: ModelSpec, roles: Sequence[str]) -> Iterator[Change]:
-    """Changes that may be tried, looking at ``config`` as the changes so far have left it."""
+    """Changes to try, the cheapest first.
+
+    The caller applies each of them to ``config`` before it asks for the next.
+    """
     if config.model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}
     if "actor" in roles:
-        yield from _of_actor(config)
+        yield from _actor_changes(config)
     for role in {"actor", "actor_fwd", "reference"}.intersection(roles):
         settings = getattr(config, role)
         while (tokens := settings.max_tokens_per_micro_batch) > longest_row(config):
             yield {f"{role}.max_tokens_per_micro_batch": max(longest_row(config), tokens // 2)}
-        yield from _of_split(config, spec, role)
+        yield from _parallel_changes(config, spec, role)
     if "rollout" in roles:
-        yield from _of_engine(config, spec)
+        yield from _engine_changes(config, spec)
 
 
-def _of_actor(config: Config) -> Iterator[Change]:
+def _actor_changes(config: Config) -> Iterator[Change]:
     actor = config.actor
     if actor.parallel.data > 1 and not actor.optimizer.distributed:
         yield {"actor.optimizer.distributed": True}
@@ -75,11 +82,13 @@ def _of_actor(config: Config) -> Iterator[Change]:
         yield {"actor.optimizer.offload": True}
 
 
-def _of_split(config: Config, spec: ModelSpec, role: str) -> Iterator[Change]:
-    """Experts over more ranks; and more tensor parallelism, by as many GPUs as before where data
-    parallelism gives them."""
+def _parallel_changes(config: Config, spec: ModelSpec, role: str) -> Iterator[Change]:
+    """More ranks for experts, then more tensor parallelism.
+
+    If the number of data-parallel ranks is even, it is halved, so that the number of GPUs stays.
+    """
     parallel = getattr(config, role).parallel
-    yield from _of_experts(parallel, spec, role)
+    yield from _expert_changes(parallel, spec, role)
     while (tensor := parallel.tensor * 2) <= MAX_TENSOR:
         if any(spec.split_errors(replace(parallel, tensor=tensor, sequence_parallel=True))):
             return
@@ -90,21 +99,25 @@ def _of_split(config: Config, spec: ModelSpec, role: str) -> Iterator[Change]:
         if parallel.data % 2 == 0:
             change[f"{role}.parallel.data"] = parallel.data // 2
         yield change
-        yield from _of_experts(parallel, spec, role)
+        yield from _expert_changes(parallel, spec, role)
 
 
-def _of_experts(parallel: ParallelConfig, spec: ModelSpec, role: str) -> Iterator[Change]:
-    while not any(spec.split_errors(replace(parallel, expert=(expert := parallel.expert * 2)))):
+def _expert_changes(parallel: ParallelConfig, spec: ModelSpec, role: str) -> Iterator[Change]:
+    while True:
+        expert = parallel.expert * 2
+        if any(spec.split_errors(replace(parallel, expert=expert))):
+            return
         yield {f"{role}.parallel.expert": expert}
 
 
-def _of_engine(config: Config, spec: ModelSpec) -> Iterator[Change]:
+def _engine_changes(config: Config, spec: ModelSpec) -> Iterator[Change]:
     flags = config.rollout.engine.flags
     if 0 < engine_flag(flags, "mem_fraction_static") < ENGINE_SHARE:
         yield {"rollout.engine.flags.mem_fraction_static": ENGINE_SHARE}
-    while (
-        size := int(engine_flag(flags, "tp_size") or 1) * 2
-    ) <= MAX_TENSOR and spec.heads % size == 0:
+    while True:
+        size = int(engine_flag(flags, "tp_size") or 1) * 2
+        if size > MAX_TENSOR or spec.heads % size:
+            return
         change: Change = {"rollout.engine.flags.tp_size": size}
         if config.rollout.replicas % 2 == 0:
             change["rollout.replicas"] = config.rollout.replicas // 2
@@ -112,17 +125,17 @@ def _of_engine(config: Config, spec: ModelSpec) -> Iterator[Change]:
 
 
 def apply(config: Config, change: Change) -> None:
-    """Make ``change`` in ``config``."""
+    """Set the dotted keys of ``change`` in ``config``."""
     for key, value in change.items():
         *sections, name = key.split(".")
-        place: Any = config
+        target: Any = config
         for section in sections:
-            place = place[section] if isinstance(place, dict) else getattr(place, section)
-        if isinstance(place, dict):
-            place[name] = value
+            target = target[section] if isinstance(target, dict) else getattr(target, section)
+        if isinstance(target, dict):
+            target[name] = value
         else:
-            setattr(place, name, value)
+            setattr(target, name, value)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,5 +1,4 @@
-"""Memory of towers on a rank of the first pipeline stage: weights without gradients, and
-activations."""
+"""Memory of towers on a rank of the first pipeline stage: frozen parameters and activations."""
 
 from __future__ import annotations
 
@@ -11,53 +10,62 @@ from relax_hpc.training.models.towers.tower import Tower
 
 
 def frozen_parameters(spec: ModelSpec, config: Config, stage: int) -> int:
-    """Parameters of a rank of ``stage`` that stay as they are."""
+    """Parameters of frozen towers on a rank of ``stage``."""
     frozen = config.model.frozen_towers if stage == 0 else []
     return sum(parameters(tower) for tower in spec.towers if tower.name in frozen)
 
 
 def parameters(tower: Tower) -> int:
-    """Parameters of a tower, all of which each rank of the first stage has."""
+    """Parameters of a tower. Each rank of the first stage has all of them."""
     return sum(math.prod(shape) for _, shape in tower.shapes())
 
 
 def media_tokens(config: Config, settings: TrainerConfig | ForwardConfig, tokens: int) -> float:
-    """Tokens of a micro-batch that stand for media at most, if rows are as long as they may be:
-    whole prompts, of which no two share one. Ranks of sequence parallelism have media of their
-    own."""
+    """Maximum of media tokens in a micro-batch of ``tokens`` tokens, on one rank.
+
+    It assumes rows of maximum length whose prompts consist of media. With sequence parallelism
+    each tensor rank has different media.
+    """
     prompt, parallel = config.data.max_prompt_tokens, settings.parallel
-    found = tokens * prompt / (prompt + config.rollout.max_new_tokens)
-    if most := settings.max_media_tokens_per_micro_batch:
-        found = min(found, max(most, prompt))
-    return found / (parallel.tensor if parallel.sequence_parallel else 1)
+    count = tokens * prompt / (prompt + config.rollout.max_new_tokens)
+    limit = settings.max_media_tokens_per_micro_batch
+    if limit:
+        count = min(count, max(limit, prompt))
+    return count / (parallel.tensor if parallel.sequence_parallel else 1)
 
 
 def kept_elements(spec: ModelSpec, config: Config) -> float:
-    """Elements of a token of media that are kept for the backward pass, of the kind that takes
-    most."""
+    """Elements per media token that the largest trained tower keeps for the backward pass."""
     trained = [tower for tower in spec.towers if tower.name not in config.model.frozen_towers]
-    return max((_kept(tower, config.actor.recompute == "full") for tower in trained), default=0.0)
+    is_recomputed = config.actor.recompute == "full"
+    return max((_kept(tower, is_recomputed) for tower in trained), default=0.0)
 
 
-def _kept(tower: Tower, again: bool) -> float:
+def _kept(tower: Tower, is_recomputed: bool) -> float:
     sizes = tower.sizes
-    return sizes.rows * tower.depth * (sizes.width if again else sizes.block) + sizes.ends
+    per_layer = sizes.width if is_recomputed else sizes.block
+    return sizes.rows * tower.depth * per_layer + sizes.ends
 
 
 def working_elements(spec: ModelSpec, config: Config) -> float:
-    """Elements of a token of media that the backward pass of one layer takes beside, or the forward
-    pass of one that keeps nothing."""
-    found = [0.0]
+    """Additional elements per media token while one layer of a tower is computed.
+
+    A trained layer needs gradients, and its block if that is recomputed. A frozen layer needs its
+    block in the forward pass.
+    """
+    counts = [0.0]
     for tower in spec.towers:
-        sizes, frozen = tower.sizes, tower.name in config.model.frozen_towers
-        again = sizes.block if frozen or config.actor.recompute == "full" else 0
-        found.append(sizes.rows * (again + (0 if frozen else sizes.block / 2)))
-    return max(found)
+        sizes, is_frozen = tower.sizes, tower.name in config.model.frozen_towers
+        count: float = 0
+        if is_frozen or config.actor.recompute == "full":
+            count += sizes.block
+        if not is_frozen:
+            count += sizes.block / 2
+        counts.append(sizes.rows * count)
+    return max(counts)
 
 
 def scored_elements(spec: ModelSpec) -> float:
-    """Elements of a token of media that a forward pass which keeps nothing takes at most."""
-    return max(
-        (max(tower.sizes.rows * tower.sizes.block, tower.sizes.ends) for tower in spec.towers),
-        default=0.0,
-    )
+    """Elements per media token of a forward pass that keeps nothing."""
+    sizes = [tower.sizes for tower in spec.towers]
+    return max((max(size.rows * size.block, size.ends) for size in sizes), default=0.0)

@@ -1,96 +1,128 @@
-"""`relax-hpc plan`: the memory of a run as a table, or for programs."""
+"""`relax-hpc plan`: the memory of a run as a table or as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
+from relax_hpc.base.foreign_files import read_json_object
 from relax_hpc.config.schema import Config, ParallelConfig
-from relax_hpc.ops.plan.footprint import GIB, Footprint
+from relax_hpc.ops.plan.footprint import GIB, Footprint, Sizes
 from relax_hpc.ops.plan.model_memory import parameters
-from relax_hpc.ops.plan.peaks import basis
-from relax_hpc.ops.plan.plan import USABLE, Place, plan
+from relax_hpc.ops.plan.plan import USABLE, GpuSet, plan
 from relax_hpc.training.models.spec import ModelSpec
+
+RESULTS = Path(__file__).parents[3] / "tools/bench/results"
+"""Folder of benchmark results in a checkout of this code; an installation does not have it."""
 
 
 def main(config: Config, spec: ModelSpec, as_json: bool) -> int:
-    """Print the plan; 0, or 78 if anything does not fit. ConfigError: nobody said how much memory a
-    GPU has."""
+    """Print the plan. Returns exit code 78 if a role does not fit, else 0.
+
+    ConfigError: site.gpu_memory_gib is not set.
+    """
     if not config.site.gpu_memory_gib:
         raise ConfigError(
-            "site.gpu_memory_gib: found 0, with which nothing is compared; say how much a GPU has, "
-            "as 79"
+            "site.gpu_memory_gib: found 0, allowed: the memory of a GPU in GiB, such as 79; set it "
+            "to compare the plan with it"
         )
-    places = plan(config, spec)
-    print(
-        json.dumps(_as_json(config, spec, places), indent=1)
-        if as_json
-        else "\n".join(_lines(config, spec, places))
-    )
-    return EXIT_CONFIG if any(place.lacks for place in places) else EXIT_DONE
+    gpu_sets = plan(config, spec)
+    if as_json:
+        print(json.dumps(_as_json(config, spec, gpu_sets), indent=1))
+    else:
+        print("\n".join(_lines(config, spec, gpu_sets)))
+    return EXIT_CONFIG if any(gpu_set.lacks for gpu_set in gpu_sets) else EXIT_DONE
 
 
-def _lines(config: Config, spec: ModelSpec, places: Sequence[Place]) -> Iterator[str]:
-    yield f"{spec.model_type}, {_count(_parameters(spec))} parameters, {config.model.dtype}"
-    yield "GiB on one GPU of each role, the one with the most, at the moment that takes most"
+def basis(folder: Path = RESULTS) -> str:
+    """A sentence that says how the plan was made, with measured peaks for comparison.
+
+    `tools/gpu/check.sh --store` writes peaks of GPU runs to ``folder``.
+    """
+    source = "not measured: calculated with the formulas of docs/reference/memory.md"
+    peaks = "; ".join(_measured_peaks(folder))
+    if not peaks:
+        return f"{source}; no peak of a GPU run of this code is stored"
+    return f"{source}; peaks of GPU runs: {peaks}"
+
+
+def _measured_peaks(folder: Path) -> Iterator[str]:
+    """A text for each stored peak; results in another format are skipped."""
+    for path in sorted(folder.glob("gpu-*.json")):
+        try:
+            result = read_json_object(path)
+            machine = f"{result['machine']['device']}, commit {result['machine']['commit']}"
+            for job, figures in result["measured"].items():
+                if {"memory_gib", "worked_out_gib"} <= figures.keys():
+                    peak, calculated = figures["memory_gib"], figures["worked_out_gib"]
+                    yield f"{peak:.1f} GiB, calculated {calculated:.1f} ({job}; {machine})"
+        except (ConfigError, ValueError, LookupError, AttributeError, TypeError):
+            continue
+
+
+def _lines(config: Config, spec: ModelSpec, gpu_sets: Sequence[GpuSet]) -> Iterator[str]:
+    yield f"{spec.model_type}, {_millions(_parameters(spec))} parameters, {config.model.dtype}"
+    yield "GiB on the fullest GPU of each role, in its worst phase"
     yield basis()
     if config.model.device != "cuda":
-        yield f"model.device is {config.model.device}: this is what it would take on GPUs"
-    for place in places:
-        for one in place.footprints:
-            yield ""
-            yield f"{one.role}: {_plural(one.gpus, 'GPU')}: {one.split}"
-            yield from (_line(name, size) for name, size in one.device.items())
-            yield _line(f"together, in the {one.worst}" if one.worst else "together", one.peak)
-            if one.note:
-                yield f"  {one.note}"
-            yield f"  of a node's memory: {_host(one)}"
+        yield f"model.device is {config.model.device}: the table is for a run on GPUs"
+    for gpu_set in gpu_sets:
+        for footprint in gpu_set.footprints:
+            yield from _footprint_lines(footprint)
         yield ""
-        yield from _verdict(place, config.site.gpu_memory_gib)
+        yield from _verdict(gpu_set, config.site.gpu_memory_gib)
 
 
-def _count(parameters: int) -> str:
-    """
-    >>> _count(8_190_735_360), _count(596_049_920), _count(131_456)
+def _footprint_lines(footprint: Footprint) -> Iterator[str]:
+    yield ""
+    gpus = f"{footprint.gpus} GPU{'' if footprint.gpus == 1 else 's'}"
+    yield f"{footprint.role}: {gpus}: {footprint.split}"
+    for name, size in footprint.device_sizes.items():
+        yield _line(name, size)
+    phase = footprint.worst_phase
+    yield _line(f"total, phase {phase}" if phase else "total", footprint.peak)
+    if footprint.note:
+        yield f"  {footprint.note}"
+    yield f"  host memory per node: {_host(footprint)}"
+
+
+def _millions(count: int) -> str:
+    """A number of parameters with its unit.
+
+    >>> _millions(8_190_735_360), _millions(596_049_920), _millions(131_456)
     ('8.19 G', '596 M', '0.131 M')
     """
-    return f"{parameters / 1e9:.2f} G" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+    return f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.3g} M"
 
 
 def _line(name: str, size: float) -> str:
     return f"  {name:<30}{size / GIB:8.2f}"
 
 
-def _host(one: Footprint) -> str:
-    pinned = ", ".join(f"{name} {size / GIB:.1f}" for name, size in one.pinned.items())
-    other = ", ".join(f"{name} {size / GIB:.1f}" for name, size in one.host.items())
+def _host(footprint: Footprint) -> str:
+    """Host memory of a node in GiB, by purpose."""
+    pinned = ", ".join(f"{name} {size / GIB:.1f}" for name, size in footprint.pinned.items())
+    other = ", ".join(f"{name} {size / GIB:.1f}" for name, size in footprint.host.items())
     return "; ".join(filter(None, (pinned and f"pinned or shared: {pinned}", other)))
 
 
-def _verdict(place: Place, gpu_gib: float) -> Iterator[str]:
-    """Lines for people; settings as they are given on the command line."""
-    shared = " and ".join(place.groups)
-    left = f"of {place.limit / GIB:.1f} ({gpu_gib:g}, less {1 - USABLE:.0%} for fragmentation)"
-    said = f"DOES NOT FIT ({'; '.join(place.lacks)})" if place.lacks else "fits"
-    yield f"{shared}: {place.bytes / GIB:.1f} {left} on each GPU: {said}"
-    if place.lacks and place.remedies:
-        yield "  it would with " + " ".join(
-            f"--{one.replace(': ', '=', 1)}" for one in place.remedies
-        )
-    elif place.lacks:
-        yield (
-            "  no setting that was tried makes it fit: more GPUs for this role, or shorter "
-            "rows, may"
-        )
+def _verdict(gpu_set: GpuSet, gpu_gib: float) -> Iterator[str]:
+    """Whether the roles fit, and settings that would help, as options of the command line."""
+    groups = " and ".join(gpu_set.groups)
+    limit = f"{gpu_set.limit / GIB:.1f} GiB ({gpu_gib:g}, less {1 - USABLE:.0%} for fragmentation)"
+    verdict = f"DOES NOT FIT ({'; '.join(gpu_set.lacks)})" if gpu_set.lacks else "fits"
+    yield f"{groups}: {gpu_set.bytes / GIB:.1f} of {limit} on each GPU: {verdict}"
+    if gpu_set.lacks and gpu_set.remedies:
+        options = [f"--{remedy.replace(': ', '=', 1)}" for remedy in gpu_set.remedies]
+        yield f"  it would fit with {' '.join(options)}"
+    elif gpu_set.lacks:
+        yield "  none of the tried settings helps; use more GPUs for this role, or shorter rows"
 
 
-def _as_json(config: Config, spec: ModelSpec, places: Sequence[Place]) -> dict[str, Any]:
+def _as_json(config: Config, spec: ModelSpec, gpu_sets: Sequence[GpuSet]) -> dict[str, Any]:
     return {
         "basis": basis(),
         "model": {
@@ -100,32 +132,33 @@ def _as_json(config: Config, spec: ModelSpec, places: Sequence[Place]) -> dict[s
         },
         "places": [
             {
-                "groups": place.groups,
-                "bytes": round(place.bytes),
-                "limit": round(place.limit),
-                "fits": not place.lacks,
-                "lacks": place.lacks,
-                "remedies": place.remedies,
-                "roles": [_role(one) for one in place.footprints],
+                "groups": gpu_set.groups,
+                "bytes": round(gpu_set.bytes),
+                "limit": round(gpu_set.limit),
+                "fits": not gpu_set.lacks,
+                "lacks": gpu_set.lacks,
+                "remedies": gpu_set.remedies,
+                "roles": [_role_as_json(footprint) for footprint in gpu_set.footprints],
             }
-            for place in places
+            for gpu_set in gpu_sets
         ],
     }
 
 
-def _role(one: Footprint) -> dict[str, Any]:
-    def whole(parts: Any) -> dict[str, int]:
-        return {name: round(size) for name, size in parts.items()}
-
+def _role_as_json(footprint: Footprint) -> dict[str, Any]:
     return {
-        "role": one.role,
-        "group": one.group,
-        "gpus": one.gpus,
-        "resident": whole(one.resident),
-        "moments": {name: whole(parts) for name, parts in one.moments.items()},
-        "pinned_per_node": whole(one.pinned),
-        "host_per_node": whole(one.host),
+        "role": footprint.role,
+        "group": footprint.group,
+        "gpus": footprint.gpus,
+        "resident": _rounded(footprint.resident),
+        "moments": {name: _rounded(sizes) for name, sizes in footprint.phases.items()},
+        "pinned_per_node": _rounded(footprint.pinned),
+        "host_per_node": _rounded(footprint.host),
     }
+
+
+def _rounded(sizes: Sizes) -> dict[str, int]:
+    return {name: round(size) for name, size in sizes.items()}
 
 
 def _parameters(spec: ModelSpec) -> int:
