@@ -1,8 +1,8 @@
 """Chat messages rendered to text by a model's chat template: the only code that renders.
 
-A template is a program of whoever made the model directory. It runs in jinja2's sandbox, in a child
-process (`relax_hpc.data.template_process`, one of `relax_hpc.net.workers`) with limits on CPU time
-and memory.
+A template is a program that comes with the model, and is not trusted. It runs in jinja2's sandbox,
+in a child process (`relax_hpc.data.template_process`, one of `relax_hpc.net.workers`) with limits
+on CPU time and memory.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class ChatTemplate:
         day: str = "",
     ) -> None:
         """``sources``: one template, or several by name; a chat with tools uses `tool_use`.
-        ``variables``: seen by the template beside the messages. ``system``: a message that goes
-        before chats without a system message; empty: none. ``day``: the date, YYYY-MM-DD, that
-        `strftime_now` formats; empty: today."""
+        ``variables``: variables that the template sees in addition to the messages. ``system``:
+        text of a system message that is put before chats without one; empty: none. ``day``: the
+        date, YYYY-MM-DD, that `strftime_now` formats; empty: today."""
         self._sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
         self._setup = {
             "sources": self._sources,
@@ -84,14 +84,14 @@ class ChatTemplate:
             json.dumps([setup, self._system], sort_keys=True).encode()
         ).hexdigest()
 
-    def mentions(self, word: str) -> bool:
-        """Whether ``word`` stands in a template, as a name or within a text."""
-        pattern = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)")
+    def mentions(self, name: str) -> bool:
+        """Whether a template contains ``name`` as a whole word, in its code or in its text."""
+        pattern = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
         return any(pattern.search(source) for source in self._sources.values())
 
     def reads(self, key: str) -> bool:
         """Whether a template reads the ``key`` of an object, as `message.key` or `message["key"]`.
-        The same word in the template's text does not count."""
+        The key as a word in the template's text does not count."""
         pattern = re.compile(rf"[.'\"]{re.escape(key)}(?!\w)")
         return any(pattern.search(source) for source in self._sources.values())
 
@@ -101,23 +101,23 @@ class ChatTemplate:
         whole: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Text of ``messages``, up to where the model answers; ``whole``: without that last part.
-        ``tools``: signatures of the functions that the model may call. TemplateError: the template
-        refuses the messages."""
+        """Text of ``messages``, with the generation prompt after which the model answers; without
+        it if ``whole``. ``tools``: signatures of the functions that the model may call.
+        TemplateError: the template refuses the messages."""
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
             name = choose_template(self._sources, bool(tools))
         except ValueError as error:
             raise TemplateError(str(error)) from None
-        question = {
+        request = {
             "template": name,
             "messages": messages,
             "add_generation_prompt": not whole,
             "tools": list(tools) or None,
         }
         with self._lock:
-            answer = self._answer(question)
+            answer = self._ask_child(request)
         if "error" in answer:
             raise TemplateError(escape_line(answer["error"]))
         return answer["text"]
@@ -128,25 +128,26 @@ class ChatTemplate:
             if self._child:
                 self._child.end()
 
-    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer of the child. TemplateError: this text exceeds its limits, or the child was killed
-        each time. ConfigError: the first texts of all exceed them."""
+    def _ask_child(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Response of the child process. TemplateError: this text exceeds the limits, or the child
+        was killed at each attempt. ConfigError: UNUSABLE_TEXTS texts exceeded the limits, and none
+        was rendered before."""
         for _ in range(ATTEMPTS):
             try:
                 if self._child is None or self._child.has_ended:
                     self._child = _start_worker(self._setup)
-                answer = self._child.ask(question, ANSWER_S)
+                answer = self._child.ask(request, ANSWER_S)
                 self._has_rendered = True
                 return answer
             except (TypeError, ValueError, RecursionError) as error:
                 raise TemplateError(f"not JSON: {escape_line(str(error))}") from None
             except WorkerEnded as error:
-                died = error
+                child_end = error
                 if error.code == _OVER_LIMIT:
                     break
-        self._failed_texts += died.code not in _FROM_OUTSIDE
+        self._failed_texts += child_end.code not in _FROM_OUTSIDE
         limits = f"{RENDER_CPU_S} s of CPU time and {MEMORY_BYTES >> 20} MiB a text"
-        reason = f"the template's process {died}; allowed: {limits}"
+        reason = f"the template's process {child_end}; allowed: {limits}"
         if not self._has_rendered and self._failed_texts >= UNUSABLE_TEXTS:
             raise ConfigError(
                 f"data.chat_template: {reason}; {self._failed_texts} texts, none rendered"
@@ -165,7 +166,7 @@ def _start_worker(setup: dict[str, Any]) -> BlockingWorker:
 
 def template_for(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
     """The template that a configuration chooses, with the variables of ``tokenizer``. ConfigError:
-    there is none."""
+    the template is missing or cannot be read."""
     extra = json.dumps(data.chat_template_kwargs, sort_keys=True)
     names = tuple(sorted(tokenizer.named.items()))
     return template_of(

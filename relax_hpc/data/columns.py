@@ -1,5 +1,4 @@
-"""Columns of rows: other names that a configuration gives for them, ids, and columns that are
-refused."""
+"""Columns of rows: columns with other names (`data.columns`), ids, and columns that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ ROW_FIELDS = (
     "tools",
     "prompt_len",
 )
-"""Columns that rows have, which `data.columns` may rename."""
+"""Columns that rows may have. A file may have other names for them (`data.columns`)."""
 _NOT_READ = (
     "chat_template_kwargs",
     "documents",
@@ -30,11 +29,11 @@ _NOT_READ = (
     "parallel_tool_calls",
     "system",
 )
-"""Columns that change the prompt in other programs (TRL, OpenAI, LLaMA-Factory), and nothing
-here."""
-_BESIDE_INSTRUCTION = ("input", "history")
-"""Columns that belong to the prompt of a row whose prompt is the column `instruction` (Alpaca,
-LLaMA-Factory)."""
+"""Columns that change the prompt in other programs (TRL, OpenAI, LLaMA-Factory) and are not read
+here. A row that has one is refused, because its prompt would be incomplete."""
+_ALPACA_PROMPT_COLUMNS = ("input", "history")
+"""Columns that are parts of the prompt in rows with a column `instruction` (Alpaca,
+LLaMA-Factory). They are refused for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,11 @@ class ColumnRules:
     """Rules by which a record of a file becomes a row."""
 
     names: tuple[tuple[str, str], ...] = ()
-    """Field of a row, and the column that has it."""
+    """Field of a row, and the column of the file that holds it."""
     set_name: str = "train"
-    """Name of the data set, of which ids are made."""
+    """Name of the data set; a prefix of the ids of rows without an id."""
     ignored: tuple[str, ...] = ()
-    """Columns, and keys of messages, to leave out of account."""
+    """Columns, and keys of messages, that are dropped."""
     order_by: str = ""
     """Column by which rows are ordered; empty: none."""
 
@@ -58,17 +57,17 @@ class ColumnRules:
 
     @property
     def key(self) -> list[Any]:
-        """Value that is the same for rules that make the same rows."""
+        """Value that is equal for rules that make the same rows."""
         return [list(map(list, self.names)), self.set_name, list(self.ignored), self.order_by]
 
     def read(self, number: int, record: Record, has_template: bool) -> Record:
-        """Row of the ``record`` with that ``number``, with an id. BadRecord: a column is missing or
-        not read."""
+        """Row of the ``record`` with that ``number``, with an id. BadRecord: a column is missing,
+        or the row has a column that is refused."""
         row = self.renamed(record)
-        not_read = _NOT_READ if has_template else ()
+        refused_columns: tuple[str, ...] = _NOT_READ if has_template else ()
         if dict(self.names).get("prompt") == "instruction":
-            not_read += _BESIDE_INSTRUCTION
-        for name in not_read:
+            refused_columns += _ALPACA_PROMPT_COLUMNS
+        for name in refused_columns:
             if not is_empty(row.get(name)):
                 raise BadRecord(
                     "unknown_key",
@@ -92,12 +91,13 @@ class ColumnRules:
         return row
 
     def missing(self, fields: Sequence[str]) -> str:
-        """Detail of a row that lacks these ``fields``, by the names that its file has for them."""
+        """Error detail of a row that lacks these ``fields``, with the names of its file."""
         names = dict(self.names)
         return ", ".join(f"no {names.get(field, field)}" for field in fields)
 
     def order(self, row: Record) -> float:
-        """Value of the row in the column by which rows are ordered. BadRecord: it is no number."""
+        """Value of the row in the column by which rows are ordered. BadRecord: it is not a
+        number."""
         if not self.order_by:
             return 0.0
         value = row.get(self.order_by)
@@ -109,7 +109,8 @@ class ColumnRules:
         return float(value)
 
     def id_of(self, row: Record, number: int) -> str:
-        """Id of a row, or one of its set and number if it has none. BadRecord: it is no id."""
+        """Id of a row; if it has none, the set's name and the row's number. BadRecord: the value
+        is neither a text nor an integer."""
         value = row.get("id")
         if value is None:
             return f"{self.set_name}/{number}"
@@ -122,7 +123,8 @@ NO_COLUMNS = ColumnRules()
 
 
 def _value_of(record: Record, field: str, column: str) -> Any:
-    """Value in ``column``, or, as `reward_model.ground_truth`, within objects in one."""
+    """Value in ``column``, or, for a path such as `reward_model.ground_truth`, in nested
+    objects."""
     if column in record:
         return record[column]
     value: Any = record

@@ -1,11 +1,15 @@
-"""Sequences of the rows of a file that are learned from as they are: demonstrations, and pairs of
-responses.
+"""Training sequences from the rows of a file: demonstrations (SFT), and pairs of responses (DPO).
 
-A demonstration is {"prompt" (a text, or messages) or "messages", "answer"}, or a whole chat in
-"messages", of which all turns of the assistant are learned that have no `weight` of 0; or
-{"token_ids", "prompt_len"}. A pair is {"prompt" or "messages", "chosen", "rejected"}: each of the
-two a text, the messages that follow, or a whole chat; learned is what differs. Each row may have an
-"id", and media as rows of prompts have them, see `relax_hpc.data.media`.
+A demonstration has one of these forms:
+
+- {"prompt" (a text, or messages) or "messages", "answer"}
+- {"messages"}: a whole chat. All turns of the assistant are learned except those with `weight` 0.
+- {"token_ids", "prompt_len"}
+
+A pair is {"prompt" or "messages", "chosen", "rejected"}. Each of `chosen` and `rejected` is a text,
+the messages that follow the prompt, or a whole chat. Learned is the part in which they differ.
+
+Each row may have an "id", and media like rows of prompts, see `relax_hpc.data.media`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby, islice, takewhile
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
@@ -41,25 +45,26 @@ from relax_hpc.data.rows import BadLine, BadRecord, Record
 from relax_hpc.data.tokenizer import Tokenizer
 
 _WEIGHTS = (None, 0, 1)
-"""Values of a message's `weight`, as OpenAI's fine-tuning has it; with 0 it is not learned."""
-_LONG_PROMPT = 16
-"""Characters of a prompt at least. Only an answer that begins with such a prompt is refused for
-repeating it."""
+"""Values of a message's `weight`, as in OpenAI's fine-tuning format. A message with 0 is not
+learned."""
+_LONG_PROMPT_CHARS = 16
+"""An answer that begins with its prompt is refused, but only if the prompt has at least so many
+characters: a short one may be repeated by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One sequence, and which of its tokens are learned."""
+    """A training sequence with the mask of its learned tokens."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
     """1 for tokens of the assistant, else 0."""
     media: tuple[PromptMedium, ...] = ()
-    """Media that the sequence has places for, in their order."""
+    """Media of the sequence, in the order of their placeholders."""
 
     @property
     def prompt_len(self) -> int:
-        """Tokens before the first that is learned."""
+        """Number of tokens before the first learned token."""
         return self.loss_mask.index(1)
 
 
@@ -69,35 +74,35 @@ class Example:
 
     prompt_id: str
     sequences: tuple[Learned, ...]
-    """The demonstration, or the chosen and the rejected one; none where there is no tokenizer."""
+    """The demonstration, or the chosen and the rejected sequence; empty without a tokenizer."""
     order: float = 0.0
     """Value of the column `data.order_by`."""
     fault: BadMedium | None = None
-    """Reason why its media cannot be used any more, though they could when its file was indexed."""
+    """Reason why its media cannot be used now, although they could when its file was indexed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleRules(PromptRules):
-    """Rules by which a row becomes an example; `max_tokens` are of a whole sequence."""
+    """Rules by which a row becomes an example; `max_tokens` limits a whole sequence."""
 
     sequences: int = 1
-    """Sequences of a row: 1, or 2 that are compared."""
+    """Sequences of a row: 1, or 2 if they are compared."""
 
     @classmethod
     def from_rules(cls, rules: PromptRules, max_tokens: int, sequences: int) -> Self:
-        """``rules`` of prompts, all of them, for sequences of at most ``max_tokens``."""
+        """All ``rules`` of prompts, with a limit of ``max_tokens`` for a whole sequence."""
         values = {field.name: getattr(rules, field.name) for field in fields(PromptRules)}
         return cls(**values | {"max_tokens": max_tokens}, sequences=sequences)
 
-    def about(self) -> list[Any]:
+    def key_parts(self) -> list[Any]:
         """See `PromptRules`."""
-        return [*PromptRules.about(self), self.sequences]
+        return [*PromptRules.key_parts(self), self.sequences]
 
     def read(
         self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True
     ) -> Example | BadLine:
-        """The example of the row in line ``number``, or why it has none. Its tokens are made in any
-        case: no row may turn out to be too long later."""
+        """The example of the row in line ``number``, or the reason why the row is bad. It is always
+        tokenized, so that a row that is too long is found when its file is indexed."""
         try:
             row = self.columns.read(number, record, has_template=self.template is not None)
             prompt_id, order = row["id"], self.columns.order(row)
@@ -117,10 +122,10 @@ def rules_of(
     tools: Sequence[Mapping[str, Any]] = (),
     set_name: str = "train",
 ) -> PromptRules:
-    """Rules by which rows of the run's files in ``folder``, of the set ``set_name``, become
-    prompts, or examples. ``tools``: signatures of the tools in prompts whose rows name none.
-    ConfigError: as of `PromptRules.of`."""
-    rules = PromptRules.of(config.data, tokenizer, folder, set_name)
+    """Rules by which rows of the set ``set_name``, with files in ``folder``, become prompts or
+    examples. ``tools``: signatures of tools, shown in prompts whose rows have no column `tools`.
+    ConfigError: see `PromptRules.from_config`."""
+    rules = PromptRules.from_config(config.data, tokenizer, folder, set_name)
     sequences = config.algorithm.sequences
     if sequences:
         return ExampleRules.from_rules(rules, config.data.max_row_tokens, sequences)
@@ -135,7 +140,8 @@ def _sequences(record: Record, tokenizer: Tokenizer, rules: ExampleRules) -> tup
     for sequence in sequences:
         if not any(sequence.loss_mask):
             raise BadRecord("empty_answer", "nothing in it is learned")
-        if (length := len(sequence.token_ids)) > rules.max_tokens:
+        length = len(sequence.token_ids)
+        if length > rules.max_tokens:
             raise BadRecord(
                 "over_long", f"{length} tokens, data.max_row_tokens is {rules.max_tokens}"
             )
@@ -149,33 +155,33 @@ def demonstration_of(
     read_header: ReadHeader | None = None,
 ) -> Learned:
     """Sequence of a demonstration. ``read_header``: reads headers of media; None: the pool of
-    ``rules``. BadRecord: it is none."""
+    ``rules`` reads them. BadRecord: the row cannot be used."""
     record, rules = dict(record), rules.with_tools(record)
     columns = columns_in(record, rules)
     if "token_ids" in record:
-        learned = _of_ids(record, tokenizer)
+        learned = _learn_ids(record, tokenizer)
         return _with_media(learned, columns, tokenizer, rules, read_header)
     prompt = _prompt_of(record, rules)
-    whole = is_chat(prompt) and prompt[-1]["role"] == ASSISTANT
-    if whole and "answer" in record:
+    is_whole_chat = is_chat(prompt) and prompt[-1]["role"] == ASSISTANT
+    if is_whole_chat and "answer" in record:
         raise BadRecord(
             "answer_in_prompt",
             "the chat ends with the assistant's message, and there is an answer too; list "
             "'answer' in data.ignore_keys to learn the chat",
         )
-    (answer,) = [[]] if whole else _named(record, rules, "answer")
+    (answer,) = [[]] if is_whole_chat else _field_values(record, rules, "answer")
     if not rules.template:
-        learned = _of_texts(prompt, answer, columns, tokenizer, rules)
-    elif whole:
-        learned, columns = _of_chat(prompt, 0, columns, tokenizer, rules)
+        learned = _learn_texts(prompt, answer, columns, tokenizer, rules)
+    elif is_whole_chat:
+        learned, columns = _learn_chat(prompt, 0, columns, tokenizer, rules)
     else:
         messages = _messages(prompt, "user")
         chat = [*messages, *_messages(answer, ASSISTANT)]
-        learned, columns = _of_chat(chat, len(messages), columns, tokenizer, rules)
+        learned, columns = _learn_chat(chat, len(messages), columns, tokenizer, rules)
     return _with_media(learned, columns, tokenizer, rules, read_header)
 
 
-def _of_ids(record: Record, tokenizer: Tokenizer) -> Learned:
+def _learn_ids(record: Record, tokenizer: Tokenizer) -> Learned:
     ids, prompt_len = record["token_ids"], record.get("prompt_len")
     check_ids(ids, tokenizer.vocab_size)
     if type(prompt_len) is not int or not 0 < prompt_len <= len(ids):
@@ -186,29 +192,33 @@ def _of_ids(record: Record, tokenizer: Tokenizer) -> Learned:
 def _pair(record: Record, tokenizer: Tokenizer, rules: ExampleRules) -> list[Learned]:
     record = dict(record)
     columns = columns_in(record, rules)
-    answers = _named(record, rules, "chosen", "rejected")
+    answers = _field_values(record, rules, "chosen", "rejected")
     if answers[0] == answers[1]:
         raise BadRecord("no_preference", "chosen and rejected are the same")
     prompt = _prompt_of(record, rules) if {"messages", "prompt"} & record.keys() else []
     if not rules.template:
         pair = [
-            (_of_texts(prompt, answer, columns, tokenizer, rules), columns) for answer in answers
+            (_learn_texts(prompt, answer, columns, tokenizer, rules), columns) for answer in answers
         ]
     else:
         chats = _chats_of_pair(prompt, answers)
-        shared = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(*chats, strict=False)))
+        shared = 0
+        for chosen, rejected in zip(*chats, strict=False):
+            if chosen != rejected:
+                break
+            shared += 1
         if any(chat[shared]["role"] != ASSISTANT for chat in chats if len(chat) > shared):
             raise BadRecord(
                 "no_preference",
                 f"message {shared}, where chosen and rejected differ, is not the assistant's",
             )
-        pair = [_of_chat(chat, shared, columns, tokenizer, rules) for chat in chats]
+        pair = [_learn_chat(chat, shared, columns, tokenizer, rules) for chat in chats]
     return [_with_media(learned, media, tokenizer, rules, None) for learned, media in pair]
 
 
 def _chats_of_pair(prompt: str | list[Message], answers: Sequence[Any]) -> list[list[Message]]:
-    """Whole chats of a pair whose prompt is a text or messages, which an answer may repeat.
-    BadRecord: an answer is a whole chat that has another prompt."""
+    """The two whole chats of a pair. The prompt is a text or messages, and an answer may repeat it.
+    BadRecord: an answer is a whole chat with another prompt."""
     messages = _messages(prompt, "user")
     chats = []
     for answer in answers:
@@ -218,8 +228,8 @@ def _chats_of_pair(prompt: str | list[Message], answers: Sequence[Any]) -> list[
         elif reply[0]["role"] == ASSISTANT and messages[-1]["role"] != ASSISTANT:
             chats.append([*messages, *reply])
         elif reply[0]["role"] != ASSISTANT and all(message in reply for message in messages):
-            # Of a whole chat the prompt may be the user's message alone, without the system's
-            # before it.
+            # The answer is a whole chat, and the prompt is only its user message, without the
+            # system message before it.
             chats.append(reply)
         else:
             raise BadRecord(
@@ -230,13 +240,15 @@ def _chats_of_pair(prompt: str | list[Message], answers: Sequence[Any]) -> list[
 
 
 def _prompt_of(record: Record, rules: PromptRules) -> Any:
-    (value,) = _named(record, rules, "messages" if "messages" in record else "prompt")
+    (value,) = _field_values(record, rules, "messages" if "messages" in record else "prompt")
     return value
 
 
-def _named(record: Record, rules: PromptRules, *names: str) -> list[Any]:
-    """Values of the fields ``names``, texts or messages."""
-    if missing := [name for name in names if name not in record]:
+def _field_values(record: Record, rules: PromptRules, *names: str) -> list[Any]:
+    """Values of the fields ``names``, texts or messages. BadRecord: a field is missing, or has
+    another type."""
+    missing = [name for name in names if name not in record]
+    if missing:
         raise BadRecord("missing_field", rules.columns.missing(missing))
     for name in names:
         refuse_chat_as_text(name, record[name])
@@ -247,63 +259,63 @@ def _named(record: Record, rules: PromptRules, *names: str) -> list[Any]:
 
 
 def _messages(value: str | list[Message], role: str) -> list[Message]:
-    """Chat messages; of a text one, by ``role``."""
+    """``value`` as chat messages; a text becomes one message of ``role``."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _of_texts(
+def _learn_texts(
     prompt: Any, answer: Any, columns: Columns, tokenizer: Tokenizer, rules: PromptRules
 ) -> Learned:
-    """The text of a prompt, as it stands, and that of an answer with the token that ends it."""
+    """Sequence of a prompt and an answer without a template: the two texts, and the end token."""
     if not isinstance(prompt, str) or not isinstance(answer, str):
         raise BadRecord(
             "wrong_type", "it has chat messages, or no prompt; set data.chat_template: model"
         )
     if not answer:
         raise BadRecord("empty_answer", "nothing in it is learned")
-    if len(prompt) >= _LONG_PROMPT and answer.startswith(prompt):
+    if len(prompt) >= _LONG_PROMPT_CHARS and answer.startswith(prompt):
         raise BadRecord(
             "answer_in_prompt",
             "the answer repeats the prompt, which would stand twice; remove it there",
         )
     as_tokens = "prompt" in rules.special_tokens
     if rules.media:
-        before = rules.media.encoded(prompt, columns, tokenizer, as_tokens)
+        prompt_ids = rules.media.encode_with_marks(prompt, columns, tokenizer, as_tokens)
     else:
-        before = tokenizer.encode(prompt, special_tokens=as_tokens)
-    after = [*tokenizer.encode_after(prompt, answer), tokenizer.eos_ids[0]]
-    return Learned((*before, *after), (0,) * len(before) + (1,) * len(after))
+        prompt_ids = tokenizer.encode(prompt, special_tokens=as_tokens)
+    answer_ids = [*tokenizer.encode_after(prompt, answer), tokenizer.eos_ids[0]]
+    mask = (0,) * len(prompt_ids) + (1,) * len(answer_ids)
+    return Learned((*prompt_ids, *answer_ids), mask)
 
 
-def _of_chat(
+def _learn_chat(
     messages: list[Message], first: int, columns: Columns, tokenizer: Tokenizer, rules: PromptRules
 ) -> tuple[Learned, Columns]:
-    """A chat of which the assistant's turns are learned, from message ``first`` on, and its media.
-    What comes after the last of these turns is left out.
+    """Sequence of a chat, and its media. The assistant's turns from message ``first`` on are
+    learned; the text after the last of them is left out.
 
-    Tokens are made of each part by itself, as when the policy is prompt: what it is prompt, and
-    what it answers.
+    Prompts and answers are tokenized separately, as in a rollout: no token spans both.
     """
     chat, columns = chat_in(messages, columns, rules)
     text = rendered(chat, tokenizer, rules, whole=True)
     ids: list[int] = []
     mask: list[int] = []
     start = 0
-    for begin, end in _turns(text, chat, first, tokenizer, rules):
-        for first_index, last_index, is_learned in ((start, begin, 0), (begin, end, 1)):
-            piece = text[first_index:last_index]
-            tokens = tokenizer.encode_after(text[:first_index], piece, special_tokens=True)
+    for begin, end in _learned_turns(text, chat, first, tokenizer, rules):
+        for piece_start, piece_end, is_learned in ((start, begin, 0), (begin, end, 1)):
+            piece = text[piece_start:piece_end]
+            tokens = tokenizer.encode_after(text[:piece_start], piece, special_tokens=True)
             ids += tokens
             mask += [is_learned] * len(tokens)
         start = end
     return Learned(tuple(ids), tuple(mask)), columns
 
 
-def _turns(
+def _learned_turns(
     text: str, chat: list[Message], first: int, tokenizer: Tokenizer, rules: PromptRules
 ) -> Iterator[tuple[int, int]]:
-    """Begin and end, in ``text``, of each of the assistant's turns that is learned: from where the
-    template asks for it to the end of the token that ends it."""
+    """Begin and end, in ``text``, of each learned turn of the assistant. A turn begins after the
+    generation prompt and includes the token that ends it."""
     for number in range(first, len(chat)):
         message = chat[number]
         if message["role"] != ASSISTANT or _weight(number, message) == 0:
@@ -312,13 +324,14 @@ def _turns(
             raise BadRecord("empty_answer", f"message {number} is empty, and would be learned")
         prompt = rendered(chat[:number], tokenizer, rules) if number else ""
         if not prompt or not text.startswith(prompt):
-            why = (
-                f"it does not begin message {number} as it asks for it; give its last turn "
-                "single_turn, as `answer`"
+            raise BadRecord(
+                "chat_template",
+                f"message {number} does not begin with the template's generation prompt; store "
+                "only the last turn, as `answer`",
             )
-            raise BadRecord("chat_template", why)
         until = rendered(chat[: number + 1], tokenizer, rules, whole=True)
-        if missing := left_out_of_turn(message, until[len(prompt) :]):
+        missing = left_out_of_turn(message, until[len(prompt) :])
+        if missing:
             raise BadRecord(
                 "chat_template",
                 f"the chat template leaves out {missing} of message {number}, to be learned",
@@ -341,27 +354,25 @@ def _weight(number: int, message: Message) -> int:
 
 
 def _turn_end(text: str, until: str, begin: int, tokenizer: Tokenizer) -> int | None:
-    """Index in ``text`` of the end of the turn that begins at ``begin``, or None. ``until``: the
-    text of the same chat, which ends with this turn.
+    """Index in ``text`` of the end of the turn that begins at ``begin``; None: its end is unclear.
+    ``until``: the text of the same chat up to the end of this turn.
 
-    A turn ends with the first token that ends a response, or, if it has none, with its last special
-    token: Llama 3.1 ends a call of a tool by `<|eom_id|>`. Within ``text`` the turn may say less,
-    as templates drop earlier thoughts, but must have the same special tokens.
+    A turn ends with the first token that ends a response. If it has none, it ends with its last
+    special token: Llama 3.1 ends a tool call by `<|eom_id|>`. In ``text`` the turn may be shorter,
+    because templates drop earlier thoughts, but it must have the same special tokens.
     """
     # A config.json may name an id that the tokenizer lacks.
     ends = set(filter(None, map(tokenizer.name_of, tokenizer.eos_ids)))
     names = sorted({*tokenizer.special_names, *ends}, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, names)))
-    single_turn = [match[0] for match in pattern.finditer(until, begin)]
-    if not single_turn:
+    expected = [match[0] for match in pattern.finditer(until, begin)]
+    if not expected:
         return None
-    last = next(
-        (index for index, name in enumerate(single_turn) if name in ends), len(single_turn) - 1
-    )
-    within = list(islice(pattern.finditer(text, begin), last + 1))
-    if [match[0] for match in within] != single_turn[: last + 1]:
+    last = next((index for index, name in enumerate(expected) if name in ends), len(expected) - 1)
+    matches = list(islice(pattern.finditer(text, begin), last + 1))
+    if [match[0] for match in matches] != expected[: last + 1]:
         return None
-    return within[last].end()
+    return matches[last].end()
 
 
 def _with_media(
@@ -371,26 +382,27 @@ def _with_media(
     rules: PromptRules,
     read_header: ReadHeader | None,
 ) -> Learned:
-    """``learned`` with as many placeholders for each medium as it has tokens. BadRecord: a medium
-    cannot be used."""
+    """``learned`` with one placeholder for each token of its media. BadRecord: a medium cannot be
+    used."""
     if not rules.media:
         return learned
     try:
-        return _placed(learned, columns, rules.media, tokenizer, read_header)
+        return _expand_placeholders(learned, columns, rules.media, tokenizer, read_header)
     except BadMedium as bad:
         raise BadRecord(bad.reason, bad.detail) from None
 
 
-def _placed(
+def _expand_placeholders(
     learned: Learned,
     columns: Columns,
     rules: MediaRules,
     tokenizer: Tokenizer,
     read_header: ReadHeader | None,
 ) -> Learned:
-    """The same, piece by piece, so that the mask keeps its places. BadMedium."""
+    """The same for runs of equal mask one after the other, so that the mask fits the new tokens.
+    BadMedium: a medium cannot be used, or stands in a learned run."""
     encode = functools.partial(tokenizer.encode, special=False)
-    waiting = {kind: iter(columns.get(kind, ())) for kind in Kind}
+    pending = {kind: iter(columns.get(kind, ())) for kind in Kind}
     tokens: list[int] = []
     mask: list[int] = []
     media: list[PromptMedium] = []
@@ -398,17 +410,18 @@ def _placed(
     for is_learned, piece in groupby(pairs, itemgetter(0)):
         ids = [token for _, token in piece]
         sources = {
-            kind: list(islice(waiting[kind], ids.count(place.placeholder)))
-            for kind, place in rules.places
+            kind: list(islice(pending[kind], ids.count(tokens_of_kind.placeholder)))
+            for kind, tokens_of_kind in rules.placeholders
         }
         if is_learned and any(sources.values()):
             raise BadMedium(
-                Reason.SPANS, "a medium stands in what the assistant says, which is learned"
+                Reason.SPANS, "a medium stands in a turn of the assistant that is learned"
             )
-        ids, placed = rules.placed(ids, sources, encode, read_header)
-        media += [medium.behind(len(tokens)) for medium in placed]
+        ids, run_media = rules.expand_placeholders(ids, sources, encode, read_header)
+        media += [medium.shifted(len(tokens)) for medium in run_media]
         tokens += ids
         mask += [is_learned] * len(ids)
-    if unused := sum(len(list(values)) for values in waiting.values()):
+    unused = sum(len(list(values)) for values in pending.values())
+    if unused:
         raise BadMedium(Reason.SPANS, f"{unused} media named that there is no place for")
     return Learned(tuple(tokens), tuple(mask), tuple(media))

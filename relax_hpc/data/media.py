@@ -1,9 +1,9 @@
-"""Media of a row: where they come from, and which of its prompt's tokens stand for them.
+"""Media of a row: their sources, and the placeholder tokens that represent them in the prompt.
 
-A row names its media in columns (`data.multimodal_keys`), or in the parts of chat messages. A
-prompt has one place for each: a mark such as `<image>` in a text, a part of a message, or the
-model's own placeholder token. Sources are looked at as far as it takes to count tokens, by a
-worker; what they hold is decoded when the prompt is drawn.
+A row names its media in columns (`data.multimodal_keys`), or in the parts of chat messages. The
+position of each medium in the prompt is given by a mark such as `<image>` in a text, by a part of a
+message, or by the model's placeholder token. When a file is indexed, a worker process only reads
+the headers of media, to count their tokens. Media are decoded when their prompt is drawn.
 """
 
 from __future__ import annotations
@@ -23,18 +23,24 @@ from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.medium import Header, Kind
 from relax_hpc.data.multimodal.options import NO_OPTIONS, MediumOptions, with_options
 from relax_hpc.data.multimodal.placeholders import Run, runs_with_sound, stamped_runs
-from relax_hpc.data.multimodal.rules import TAKEN, Rules
+from relax_hpc.data.multimodal.rules import KINDS_BY_FAMILY, Rules
 from relax_hpc.data.multimodal.source import Source
-from relax_hpc.data.named_media import Columns, reference_to, source_of, split_at_marks
+from relax_hpc.data.named_media import (
+    Columns,
+    MediumReference,
+    reference_to,
+    source_of,
+    split_at_marks,
+)
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
     from relax_hpc.data.tokenizer import Tokenizer
 
 Encode = Callable[[str], list[int]]
-"""Maker of the tokens of a text, without any around it."""
+"""Tokenizes a text without tokens around it, such as BOS."""
 ReadHeader = Callable[[Kind, Source, MediumOptions], Header]
-"""Reader of the header of a medium. BadMedium: it cannot be used."""
+"""Reads the header of a medium. BadMedium: it cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,45 +50,47 @@ class PromptMedium:
     kind: Kind
     source: Source = field(repr=False)
     spans: tuple[tuple[int, int], ...]
-    """Places in the prompt: (start, length) of each run of placeholders."""
+    """(start, length) in the prompt of each run of placeholders."""
     blob: Path | None = None
-    """File of its blob in a media store, by the name of its id; None: it was not stored yet."""
+    """File of its blob in a media store, named by its id; None: it is not stored yet."""
     options: MediumOptions = NO_OPTIONS
 
     @property
     def tokens(self) -> int:
-        """Placeholders that stand for it."""
+        """Number of placeholders."""
         return sum(length for _, length in self.spans)
 
-    def behind(self, tokens: int) -> PromptMedium:
-        """The same where so many ``tokens`` stand before all that it is in."""
+    def shifted(self, tokens: int) -> PromptMedium:
+        """The medium after that many ``tokens`` were inserted before the sequence."""
         return replace(self, spans=tuple((start + tokens, length) for start, length in self.spans))
 
 
 def spans_of(media: Sequence[PromptMedium]) -> list[dict[str, Any]]:
-    """Field `spans` of the rows of a prompt with these ``media``, which are stored, in the order of
-    their places: a video and its own sound take turns."""
-    found = [
-        {"kind": str(medium.kind), "start": start, "length": length, "media_id": medium.blob.name}
-        for medium in media
-        if medium.blob
-        for start, length in medium.spans
-    ]
-    return sorted(found, key=itemgetter("start"))
+    """Field `spans` of the rows of a prompt with these stored ``media``, sorted by position: the
+    spans of a video and of its sound alternate."""
+    spans: list[dict[str, Any]] = []
+    for medium in media:
+        if medium.blob:
+            kind, media_id = str(medium.kind), medium.blob.name
+            spans += [
+                {"kind": kind, "start": start, "length": length, "media_id": media_id}
+                for start, length in medium.spans
+            ]
+    return sorted(spans, key=itemgetter("start"))
 
 
 def tokens_by_id(media: Sequence[PromptMedium]) -> dict[str, int]:
-    """Field `media_tokens` of such rows: placeholders of each medium, by its id."""
-    found = Counter[str]()
+    """Field `media_tokens` of these rows: number of placeholders of each medium, by its id."""
+    counts = Counter[str]()
     for medium in media:
         if medium.blob:
-            found[medium.blob.name] += medium.tokens
-    return dict(found)
+            counts[medium.blob.name] += medium.tokens
+    return dict(counts)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Tokens by which a prompt has a place for a medium."""
+@dataclass(frozen=True, slots=True, repr=False)
+class PlaceholderTokens:
+    """Tokens that mark the position of a medium in a prompt."""
 
     placeholder: int
     before: tuple[int, ...] = ()
@@ -92,55 +100,67 @@ class Place:
     def tokens(self) -> tuple[int, ...]:
         return (*self.before, self.placeholder, *self.after)
 
+    def __repr__(self) -> str:
+        # Part of the key of an index of prompts (`MediaRules.key`). Another text would invalidate
+        # the indexes of runs that release 0.1 has begun.
+        return f"Place(placeholder={self.placeholder}, before={self.before}, after={self.after})"
+
+
+Place = PlaceholderTokens  # Name in release 0.1.
+
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
-    """Rules by which rows have media."""
+    """Rules for the media of rows."""
 
     rules: Rules
     columns: tuple[tuple[Kind, str], ...]
-    """Kind of medium, and the column that names those of a row."""
-    places: tuple[tuple[Kind, Place], ...]
-    """Kind of medium, and a place for one in a prompt."""
+    """Kind of medium, and a column that names the media of this kind."""
+    placeholders: tuple[tuple[Kind, PlaceholderTokens], ...]
+    """Kind of medium, and its tokens in a prompt."""
     folder: Path
     """Folder that paths of media are relative to."""
     with_sound: bool
-    """Whether the sound of a video is heard too."""
-    most_bytes: int
-    """Bytes of a file at most."""
+    """Whether the model also hears the sound of a video."""
+    max_bytes: int
+    """Maximum size of a file."""
     pool: BlockingMediaPool = field(compare=False, repr=False)
-    """Worker that looks into the files."""
+    """Worker process that reads the files."""
 
     @classmethod
-    def of(cls, data: DataConfig, model: Path, folder: Path) -> MediaRules | None:
+    def from_config(cls, data: DataConfig, model: Path, folder: Path) -> MediaRules | None:
         """Rules of a run for the files of ``folder``; None: the ``model``, a Hugging Face
-        directory, takes text alone. ConfigError: it cannot take them as `data.multimodal` says."""
-        places = places_of(model)
-        if not places:
+        directory, is a text model. ConfigError: the model does not support a setting of
+        `data.multimodal`."""
+        placeholders = read_placeholder_tokens(model)
+        if not placeholders:
             return None
-        columns = tuple((kind, column) for kind, column in columns_of(data) if kind in places)
-        rules, limits = Rules.of(model, data.multimodal), Limits.of(data.multimodal)
+        columns = tuple((kind, column) for kind, column in columns_of(data) if kind in placeholders)
+        rules = Rules.from_model(model, data.multimodal)
+        limits = Limits.from_config(data.multimodal)
         with_sound = data.multimodal.use_audio_in_video
-        if with_sound and not (rules.rate and Kind.AUDIO in places):
+        if with_sound and not (rules.rate and Kind.AUDIO in placeholders):
             raise ConfigError(
                 "data.multimodal.use_audio_in_video: found true, allowed: false; the model in "
                 f"{model} does not hear"
             )
         pool = BlockingMediaPool(rules, limits)
-        return cls(rules, columns, tuple(places.items()), folder, with_sound, limits.bytes, pool)
+        return cls(
+            rules, columns, tuple(placeholders.items()), folder, with_sound, limits.bytes, pool
+        )
 
     @property
     def key(self) -> list[Any]:
-        """Value that is the same for rules by which rows become the same prompts."""
-        return [repr(self.rules), self.columns, repr(self.places), self.with_sound]
+        """Value that is equal for rules that make the same prompts from the same rows."""
+        return [repr(self.rules), self.columns, repr(self.placeholders), self.with_sound]
 
-    def taken(self, record: dict[str, Any]) -> Columns:
-        """Media that the columns of ``record`` name, which are taken out of it. BadMedium: two
-        columns name media of one kind."""
+    def take_columns(self, record: dict[str, Any]) -> Columns:
+        """Media that the columns of ``record`` name. The columns are removed from it. BadMedium:
+        two columns name media of one kind."""
         media: Columns = {}
         for kind, column in self.columns:
             value = record.pop(column, None)
-            # A null is no medium, as in rows of a table, where fields that are null are left out.
+            # A null means no medium, as in rows of a table, where null fields are dropped.
             if value is None:
                 continue
             if media.get(kind):
@@ -148,58 +168,73 @@ class MediaRules:
             media[kind] = deque(value if isinstance(value, list) else [value])
         return media
 
-    def placed(
+    def expand_placeholders(
         self,
         ids: Sequence[int],
         sources: Mapping[Kind, Sequence[Any]],
         encode: Encode,
-        header: ReadHeader | None = None,
+        read_header: ReadHeader | None = None,
     ) -> tuple[list[int], list[PromptMedium]]:
-        """``ids`` with as many placeholders for each medium as it has tokens, and the media in
-        their order.
+        """``ids`` with one placeholder for each token of each medium, and the media in their order.
 
-        ``encode``: makes tokens of the time stamps between those of a video. ``header``: None: the
-        pool's. BadMedium: there are not as many ``sources`` of a kind as ``ids`` have places, or
-        one is of no use.
+        ``sources``: one for each placeholder in ``ids``. ``encode``: tokenizes the time stamps
+        within a video. ``read_header``: None: the pool reads headers. BadMedium: the number of
+        ``sources`` of a kind is not that of its placeholders in ``ids``, or a medium cannot be
+        used.
         """
-        places, look = dict(self.places), header or self.pool.header
-        kinds = {place.placeholder: kind for kind, place in self.places}
+        read_header = read_header or self.pool.header
+        kinds = {tokens.placeholder: kind for kind, tokens in self.placeholders}
         for kind in sources.keys() - kinds.values():
-            raise not_taken(kind)
-        wanted = Counter(kinds[token] for token in ids if token in kinds)
-        for kind in sources.keys() | wanted.keys():
-            if (named := len(sources.get(kind, ()))) != wanted[kind]:
+            raise unsupported_kind(kind)
+        counts = Counter(kinds[token] for token in ids if token in kinds)
+        for kind in sources.keys() | counts.keys():
+            named = len(sources.get(kind, ()))
+            if named != counts[kind]:
                 raise BadMedium(
-                    Reason.SPANS, f"places for {wanted[kind]} {kind}s in the prompt, {named} named"
+                    Reason.SPANS, f"places for {counts[kind]} {kind}s in the prompt, {named} named"
                 )
-        waiting = {kind: deque(some) for kind, some in sources.items()}
+        pending = {kind: deque(values) for kind, values in sources.items()}
         expanded, media = list[int](), list[PromptMedium]()
         for token in ids:
-            if token not in kinds:
+            if token in kinds:
+                kind = kinds[token]
+                reference = reference_to(kind, pending[kind].popleft())
+                media += self._append_medium(expanded, kind, reference, encode, read_header)
+            else:
                 expanded.append(token)
-                continue
-            kind = kinds[token]
-            reference = reference_to(kind, waiting[kind].popleft())
-            source = source_of(reference.value, self.folder, self.most_bytes)
-            options = reference.options
-            headers = self._headers(kind, source, options, look)
-            rules = with_options(self.rules, options)
-            spans: dict[Kind, list[tuple[int, int]]] = {}
-            for before, (seen, count), after in self._runs(headers, rules, encode):
-                expanded += before
-                spans.setdefault(seen, []).append((len(expanded), count))
-                expanded += [places[seen].placeholder] * count + [*after]
-            for seen, runs in spans.items():
-                # The sound of a video is whole, whatever its frames are.
-                own = options if seen is kind else NO_OPTIONS
-                media.append(PromptMedium(seen, source, tuple(runs), options=own))
         return expanded, media
 
+    def _append_medium(
+        self,
+        expanded: list[int],
+        kind: Kind,
+        reference: MediumReference,
+        encode: Encode,
+        read_header: ReadHeader,
+    ) -> list[PromptMedium]:
+        """Append the tokens of a medium to ``expanded``. Return the medium, and for a video that is
+        heard also its sound."""
+        source = source_of(reference.value, self.folder, self.max_bytes)
+        headers = self._headers(kind, source, reference.options, read_header)
+        rules = with_options(self.rules, reference.options)
+        placeholders = dict(self.placeholders)
+        spans: dict[Kind, list[tuple[int, int]]] = {}
+        for before, (run_kind, count), after in self._runs(headers, rules, encode):
+            expanded += before
+            spans.setdefault(run_kind, []).append((len(expanded), count))
+            expanded += [placeholders[run_kind].placeholder] * count + [*after]
+        media: list[PromptMedium] = []
+        for run_kind, runs in spans.items():
+            # The options of a video do not cut its sound.
+            options = reference.options if run_kind is kind else NO_OPTIONS
+            media.append(PromptMedium(run_kind, source, tuple(runs), options=options))
+        return media
+
     def _headers(
-        self, kind: Kind, source: Source, options: MediumOptions, header: ReadHeader
+        self, kind: Kind, source: Source, options: MediumOptions, read_header: ReadHeader
     ) -> list[Header]:
-        """Header of a medium, and of the sound of a video that is heard too, if it has any."""
-        found = [header(kind, source, options)]
+        """Header of a medium, and for a video that is heard also that of its sound, if any."""
+        headers = [read_header(kind, source, options)]
         if kind is Kind.VIDEO and self.with_sound:
             if options.video_start is not None or options.video_end is not None:
                 raise BadMedium(
@@ -207,51 +242,51 @@ class MediaRules:
                     "video_start, video_end: not with data.multimodal.use_audio_in_video",
                 )
             try:
-                found.append(header(Kind.AUDIO, source, NO_OPTIONS))
+                headers.append(read_header(Kind.AUDIO, source, NO_OPTIONS))
             except BadMedium as bad:
                 if bad.reason is not Reason.NO_STREAM:
                     raise
-        return found
+        return headers
 
     def _runs(
         self, headers: Sequence[Header], rules: Rules, encode: Encode
     ) -> Iterator[tuple[Sequence[int], Run, Sequence[int]]]:
-        """Runs of placeholders of a medium, or a video and its sound, each with the tokens before
-        and after it."""
-        about, places = headers[0], dict(self.places)
-        if len(headers) > 1:
-            sound, runs = places[Kind.AUDIO], runs_with_sound(*headers, rules)
+        """Runs of placeholders of a medium, or of a video and its sound, each with the tokens
+        before and after it."""
+        header, *sounds = headers
+        placeholders = dict(self.placeholders)
+        if sounds:
+            audio, runs = placeholders[Kind.AUDIO], runs_with_sound(header, sounds[0], rules)
             for number, run in enumerate(runs):
-                yield (
-                    sound.before if not number else (),
-                    run,
-                    sound.after if number == len(runs) - 1 else (),
-                )
-        elif about.seconds and rules.stamped:
-            place = places[about.kind]
-            for stamp, run in stamped_runs(about, rules):
-                yield [*encode(stamp), *place.before], run, place.after
+                before = audio.before if number == 0 else ()
+                after = audio.after if number == len(runs) - 1 else ()
+                yield before, run, after
+        elif header.seconds and rules.stamped:
+            tokens = placeholders[header.kind]
+            for stamp, run in stamped_runs(header, rules):
+                yield [*encode(stamp), *tokens.before], run, tokens.after
         else:
-            yield (), (about.kind, rules.tokens(about)), ()
+            yield (), (header.kind, rules.tokens(header)), ()
 
-    def encoded(
+    def encode_with_marks(
         self, text: str, kinds: Columns, tokenizer: Tokenizer, as_tokens: bool
     ) -> list[int]:
-        """Token ids of a text whose marks are places for media of these ``kinds``; other marks are
-        text."""
-        places, ids = dict(self.places), list[int]()
-        known = {kind: some for kind, some in kinds.items() if kind in places}
-        for number, piece in enumerate(split_at_marks(text, known)):
+        """Token ids of a text in which marks such as `<image>` stand for media of these ``kinds``;
+        marks of other kinds are text."""
+        placeholders, ids = dict(self.placeholders), list[int]()
+        marked = {kind: values for kind, values in kinds.items() if kind in placeholders}
+        for number, piece in enumerate(split_at_marks(text, marked)):
             if isinstance(piece, Kind):
-                ids += places[piece].tokens
+                ids += placeholders[piece].tokens
             elif piece or not number:
                 ids += tokenizer.encode(piece, special=not number, special_tokens=as_tokens)
         return ids
 
 
 def columns_of(data: DataConfig) -> Iterator[tuple[Kind, str]]:
-    """Kinds of media, and the columns that name those of a row: the one of `data.multimodal_keys`,
-    else the kind in the plural or the singular. An empty name there: none."""
+    """Kinds of media, and the columns that name the media of a row: the one in
+    `data.multimodal_keys`, or by default the kind in the plural and in the singular. An empty name
+    in `data.multimodal_keys` means no column."""
     for kind in Kind:
         named = data.multimodal_keys.get(str(kind))
         for column in (f"{kind}s", str(kind)) if named is None else (named,):
@@ -259,39 +294,42 @@ def columns_of(data: DataConfig) -> Iterator[tuple[Kind, str]]:
                 yield kind, column
 
 
-def not_taken(kind: Kind) -> BadMedium:
-    """Error of a row with a medium of a ``kind`` that the model does not take."""
-    takers = ", ".join(name for name, taken in TAKEN.items() if kind in taken)
+def unsupported_kind(kind: Kind) -> BadMedium:
+    """Error for a row with a medium of a ``kind`` that the model does not support."""
+    families = ", ".join(name for name, kinds in KINDS_BY_FAMILY.items() if kind in kinds)
     return BadMedium(
         Reason.KIND,
-        f"found {kind}s, which this model does not take; allowed with model_type {takers}",
+        f"found {kind}s, which this model does not take; allowed with model_type {families}",
     )
 
 
-def places_of(model: Path) -> dict[Kind, Place]:
-    """Places that prompts of a ``model``, a Hugging Face directory, may have; empty: it takes text
-    alone, or has no config.json."""
+def read_placeholder_tokens(model: Path) -> dict[Kind, PlaceholderTokens]:
+    """Tokens of each kind of medium in prompts of a ``model``, a Hugging Face directory; empty: it
+    is a text model, or has no config.json."""
     try:
-        return places_in(read_json(model / "config.json"))
+        return placeholders_in_config(read_json(model / "config.json"))
     except (OSError, ValueError):
         return {}
 
 
-def places_in(found: Any) -> dict[Kind, Place]:
-    """Places by the token ids that a config.json with that content names."""
-    # Models that think in text and talk in speech have those of the prompt one level below.
-    names = found.get("thinker_config", found) if isinstance(found, dict) else {}
+places_of = read_placeholder_tokens  # Name in release 0.1.
+
+
+def placeholders_in_config(config: Any) -> dict[Kind, PlaceholderTokens]:
+    """Tokens of each kind of medium by the ids in ``config``, the content of a config.json."""
+    # In Qwen3-Omni the ids of prompts are those of the thinker, one level below.
+    values = config.get("thinker_config", config) if isinstance(config, dict) else {}
+    if not isinstance(values, dict):
+        return {}
 
     def ids(name: str) -> tuple[int, ...]:
-        value = (
-            names.get(f"{name}_token_id", names.get(f"{name}_token_index"))
-            if isinstance(names, dict)
-            else None
-        )
+        value = values.get(f"{name}_token_id", values.get(f"{name}_token_index"))
         return (value,) if type(value) is int else ()
 
-    def place_of(kind: Kind) -> Place:
+    placeholders: dict[Kind, PlaceholderTokens] = {}
+    for kind in Kind:
         sense = "audio" if kind is Kind.AUDIO else "vision"
-        return Place(*ids(kind), ids(f"{sense}_start"), ids(f"{sense}_end"))
-
-    return {kind: place_of(kind) for kind in Kind if ids(kind)}
+        for placeholder in ids(kind):
+            before, after = ids(f"{sense}_start"), ids(f"{sense}_end")
+            placeholders[kind] = PlaceholderTokens(placeholder, before, after)
+    return placeholders

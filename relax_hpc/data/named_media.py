@@ -1,4 +1,4 @@
-"""Media as a row names them: marks in texts, parts of chat messages, and where each content is."""
+"""Media that a row names by marks in texts, by parts of chat messages, or in columns."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from relax_hpc.data.multimodal.options import NO_OPTIONS, MediumOptions
 from relax_hpc.data.multimodal.source import Source
 
 Columns = dict[Kind, deque[Any]]
-"""Media that a row names, by kind, in the order of their places: values for `reference_to`."""
+"""Media that a row names, by kind, in the order of their positions: values for `reference_to`."""
 _MARK = re.compile("(<image>|<video>|<audio>)")
 _CONTENT = ("bytes", "path", "url", "base64", "data")
-"""Keys of an object under which a content stands, or what names it."""
+"""Keys of an object that hold a content, or a path or URI of it."""
 _IGNORED = frozenset(["type", "cache_control", "media_type", "format", "detail"])
-"""Keys beside a content that change nothing here. The bytes say which format they have; `detail`
-is checked."""
+"""Further keys of such an object, which have no effect here. The format is known by the first bytes
+of the content. `detail` is checked."""
 _DETAILS = (None, "auto", "high")
-"""Values of OpenAI's `detail` that mean the image as it is."""
+"""Values of OpenAI's `detail` that mean the image in its full size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,86 +39,90 @@ class MediumReference:
 
 
 def split_at_marks(text: str, kinds: Columns) -> Iterator[str | Kind]:
-    """Texts of ``text``, and between them the kinds of media that have their places there.
+    """Pieces of ``text``, and between them the kinds of the media whose marks stand there.
 
     >>> list(split_at_marks("a<image>b<audio>", {Kind.IMAGE: deque()}))
     ['a', <Kind.IMAGE: 'image'>, 'b<audio>']
     """
-    marks, before = {f"<{kind}>": kind for kind in kinds}, ""
+    marks = {f"<{kind}>": kind for kind in kinds}
+    text_before = ""
     for piece in _MARK.split(text):
         if piece in marks:
-            yield before
+            yield text_before
             yield marks[piece]
-            before = ""
+            text_before = ""
         else:
-            before += piece
-    yield before
+            text_before += piece
+    yield text_before
 
 
 def with_parts(
     messages: Sequence[Mapping[str, Any]], columns: Columns
 ) -> tuple[list[dict[str, Any]], Columns]:
-    """Messages as a template takes them, with a part {"type"} for each medium; and all their media
-    in order, from ``columns`` where a part or a mark names none itself. BadMedium: a part is of an
-    unknown type, or has an unknown key."""
-    layout = _Layout({kind: deque(values) for kind, values in columns.items()})
-    laid_out = [
-        {**message, "content": layout.content(message.get("content"))} for message in messages
+    """Messages for a template, with a part {"type"} for each medium; and all their media in order.
+
+    If a part or a mark does not name its medium, it is the next one in ``columns``. BadMedium: a
+    part has an unknown type, or an unknown key.
+    """
+    collector = _MediaCollector({kind: deque(values) for kind, values in columns.items()})
+    template_messages = [
+        {**message, "content": collector.strip(message.get("content"))} for message in messages
     ]
-    for kind, values in layout.waiting.items():
-        layout.media[kind].extend(values)
-    return laid_out, layout.media
+    for kind, values in collector.pending.items():
+        collector.media[kind].extend(values)
+    return template_messages, collector.media
 
 
-class _Layout:
-    """Media of the messages of one row, as they are met."""
+class _MediaCollector:
+    """Media of the messages of one row, collected in their order."""
 
     def __init__(self, columns: Columns) -> None:
-        self.waiting = columns
+        self.pending = columns
+        """Media of the columns that no part or mark stands for yet."""
         self.media: Columns = defaultdict(deque)
 
-    def content(self, content: Any) -> Any:
-        """``content`` of a message, a text or parts, with nothing of what its media hold."""
+    def strip(self, content: Any) -> Any:
+        """``content`` of a message, a text or parts, whose media are parts {"type"}."""
         if isinstance(content, str):
-            parts = list(self._text_parts(content))
-            return parts if any(part["type"] != "text" for part in parts) else content
+            pieces = list(self._split_text(content))
+            return pieces if any(piece["type"] != "text" for piece in pieces) else content
         if not isinstance(content, list):
             return content
-        parts = []
+        stripped: list[dict[str, Any]] = []
         for part in content:
             if part.get("type") == "text":
-                parts += self._text_parts(part["text"])
+                stripped += self._split_text(part["text"])
             else:
                 kind = kind_of_part(part)
-                parts.append(self._placed(kind, reference_in(kind, part)))
-        return parts
+                stripped.append(self._collect(kind, reference_in(kind, part)))
+        return stripped
 
-    def _text_parts(self, text: str) -> Iterator[dict[str, Any]]:
-        for piece in split_at_marks(text, self.waiting):
+    def _split_text(self, text: str) -> Iterator[dict[str, Any]]:
+        for piece in split_at_marks(text, self.pending):
             if isinstance(piece, Kind):
-                yield self._placed(piece, None)
+                yield self._collect(piece, None)
             elif piece:
                 yield {"type": "text", "text": piece}
 
-    def _placed(self, kind: Kind, named: MediumReference | None) -> dict[str, Any]:
-        """A part that is a place for a medium: the one it names, or the next of the columns."""
-        if self.waiting.get(kind) and (named is None or named.value is None):
-            value = self.waiting[kind].popleft()
-            options = named.options if named else NO_OPTIONS
-            named = reference_to(kind, value, options)
-        if named is not None and named.value is not None:
-            self.media[kind].append(named)
+    def _collect(self, kind: Kind, reference: MediumReference | None) -> dict[str, Any]:
+        """Add the medium of a part, or the next one of the columns, to `media`. Return the part for
+        the template."""
+        if self.pending.get(kind) and (reference is None or reference.value is None):
+            value = self.pending[kind].popleft()
+            options = reference.options if reference else NO_OPTIONS
+            reference = reference_to(kind, value, options)
+        if reference is not None and reference.value is not None:
+            self.media[kind].append(reference)
         return {"type": str(kind)}
 
 
 def kind_of_part(part: Mapping[str, Any]) -> Kind:
-    """Kind of the medium that a part of a message is, by its type, or where it has none by its
-    keys. BadMedium: it is no medium."""
+    """Kind of the medium in a part of a message, by the part's type, or by its keys if it has no
+    type. BadMedium: the part is not a medium."""
     for kind in Kind:
-        names = _names_of(kind)
-        if part.get("type") in names or (
-            "type" not in part and any(name in part for name in names)
-        ):
+        names = _part_names(kind)
+        has_key = "type" not in part and any(name in part for name in names)
+        if part.get("type") in names or has_key:
             return kind
     allowed = ", ".join(("text", *Kind))
     raise BadMedium(
@@ -126,16 +130,16 @@ def kind_of_part(part: Mapping[str, Any]) -> Kind:
     )
 
 
-def _names_of(kind: Kind) -> tuple[str, str, str]:
-    """Names of parts, and of their contents, in Hugging Face's and OpenAI's forms."""
+def _part_names(kind: Kind) -> tuple[str, str, str]:
+    """Types of parts, and keys of their contents, in Hugging Face's and OpenAI's formats."""
     return str(kind), f"{kind}_url", f"input_{kind}"
 
 
 def reference_in(kind: Kind, part: Mapping[str, Any]) -> MediumReference:
-    """Medium that a part names, with its options; its value is None where the columns of the row
-    name it. BadMedium: it has a key that is not understood."""
+    """Medium that a part names, with its options. Its value is None if a column of the row names
+    it. BadMedium: the part has an unknown key."""
     fields = {key: value for key, value in part.items() if value is not None and key != "type"}
-    nested = [fields.pop(key) for key in (*_names_of(kind), "source") if key in fields]
+    nested = [fields.pop(key) for key in (*_part_names(kind), "source") if key in fields]
     plain = {key: fields.pop(key) for key in _CONTENT if key in fields}
     contents = [*nested, *([plain] if plain else [])]
     if len(contents) > 1:
@@ -144,14 +148,15 @@ def reference_in(kind: Kind, part: Mapping[str, Any]) -> MediumReference:
 
 
 def reference_to(kind: Kind, value: Any, options: MediumOptions = NO_OPTIONS) -> MediumReference:
-    """Medium that ``value`` names: a path, URI or bytes, or an object that has one of these and
-    options of its entry_options. BadMedium: the object has a key that is not understood."""
+    """Medium that ``value`` names: a path, URI or bytes, or an object with one of these and with
+    options, which replace ``options``. BadMedium: the object has an unknown key."""
     if isinstance(value, MediumReference):
         return value
     if not isinstance(value, Mapping):
         return MediumReference(value, options)
     fields = {key: entry for key, entry in value.items() if entry is not None}
-    # `datasets` stores the bytes of a file beside the path that it had.
+    # `datasets` stores the bytes of a file together with its original path. The bytes come first
+    # in _CONTENT.
     contents = [_uri(key, fields.pop(key)) for key in _CONTENT if key in fields]
     entry_options = _options(kind, fields)
     chosen = options if entry_options == NO_OPTIONS else entry_options
@@ -159,26 +164,27 @@ def reference_to(kind: Kind, value: Any, options: MediumOptions = NO_OPTIONS) ->
 
 
 def _uri(key: str, content: Any) -> Any:
-    """``content`` that stands under ``key``; as a data URI where that key means base64."""
+    """The ``content`` of ``key``; as a data URI if the key means base64."""
     if key in ("base64", "data") and isinstance(content, str) and not content.startswith("data:"):
         return f"data:;base64,{content}"
     return content
 
 
 def _options(kind: Kind, fields: Mapping[str, Any]) -> MediumOptions:
-    """Options among keys of a part. BadMedium: another key would be ignored."""
+    """Options of a part with these ``fields``. BadMedium: a field is neither an option nor in
+    _IGNORED."""
     if fields.get("detail") not in _DETAILS:
         raise BadMedium(Reason.OPTION, f"detail: found {fields['detail']!r}, allowed: auto, high")
     values = {key: value for key, value in fields.items() if key not in _IGNORED}
     return MediumOptions.from_mapping(kind, values)
 
 
-def source_of(value: Any, folder: Path, most_bytes: int) -> Source:
+def source_of(value: Any, folder: Path, max_bytes: int) -> Source:
     """Source of the medium that ``value`` names: a path relative to ``folder``, a file or data URI,
-    or bytes. BadMedium: it names none that can be read here, or a row holds more than
-    ``most_bytes`` of it, which are then not copied."""
+    or bytes. BadMedium: it names no such source, or holds more than ``max_bytes`` itself, which are
+    then not copied."""
     if isinstance(value, bytes):
-        _check_bytes(len(value), most_bytes)
+        _check_bytes(len(value), max_bytes)
         return value
     if isinstance(value, list):
         raise BadMedium(Reason.URI, "found a list, such as frames of a video; allowed: one file")
@@ -189,7 +195,7 @@ def source_of(value: Any, folder: Path, most_bytes: int) -> Source:
         )
     scheme = value[:8].partition(":")[0].lower()
     if scheme == "data":
-        return _decoded(value, most_bytes)
+        return _decoded(value, max_bytes)
     if scheme == "file":
         return folder / _path_of(value)
     if "://" in value[:12]:
@@ -212,10 +218,10 @@ def _without_nul(path: str) -> str:
     return path
 
 
-def _decoded(uri: str, most_bytes: int) -> bytes:
+def _decoded(uri: str, max_bytes: int) -> bytes:
     begin = uri.find(",") + 1
     # Four characters of base64 are three bytes, of which the last two may be missing.
-    _check_bytes((len(uri) - begin) // 4 * 3 - 2, most_bytes)
+    _check_bytes((len(uri) - begin) // 4 * 3 - 2, max_bytes)
     try:
         if not uri[: max(0, begin - 1)].endswith(";base64"):
             raise ValueError("expected data:TYPE;base64,DATA")
@@ -224,6 +230,6 @@ def _decoded(uri: str, most_bytes: int) -> bytes:
         raise BadMedium(Reason.URI, f"data URI {uri[:40]!r}: {error}") from error
 
 
-def _check_bytes(size: int, most_bytes: int) -> None:
-    if size > most_bytes:
-        raise BadMedium(Reason.LARGE, f"{size} bytes, allowed {most_bytes}")
+def _check_bytes(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise BadMedium(Reason.LARGE, f"{size} bytes, allowed {max_bytes}")

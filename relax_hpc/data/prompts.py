@@ -1,4 +1,5 @@
-"""Prompts of the rows of a file."""
+"""Prompts made of the rows of a file: text, token ids, answer and media, or the reason why a row is
+bad."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from typing import Any, Self
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.chat import ChatTemplate, TemplateError, template_for
 from relax_hpc.data.columns import NO_COLUMNS, ColumnRules
-from relax_hpc.data.media import MediaRules, PromptMedium, columns_of, not_taken, places_of
+from relax_hpc.data.media import (
+    MediaRules,
+    PromptMedium,
+    columns_of,
+    read_placeholder_tokens,
+    unsupported_kind,
+)
 from relax_hpc.data.messages import (
     ASSISTANT,
     Message,
@@ -26,7 +33,7 @@ from relax_hpc.data.messages import (
 from relax_hpc.data.multimodal.bad_media import BadMedium
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.named_media import Columns, kind_of_part, with_parts
-from relax_hpc.data.row_files import Places
+from relax_hpc.data.row_files import RowLocations
 from relax_hpc.data.rows import BadLine, BadRecord, Record, Row
 from relax_hpc.data.tokenizer import Tokenizer, TokenizerError
 
@@ -40,14 +47,14 @@ class Prompt:
     text: str
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Fields of the line besides these."""
+    """All other fields of the line."""
     media: tuple[PromptMedium, ...] = ()
-    """Media that the prompt has places for, in their order."""
+    """Media of the prompt, in the order of their placeholders."""
     order: float = 0.0
     """Value of the column `data.order_by`."""
     fault: BadMedium | None = None
-    """Reason why its media are of no use any more, though they were when its file was indexed; the
-    rest is not known then."""
+    """Reason why its media cannot be used now, although they could when its file was indexed. The
+    other fields except `prompt_id` are empty then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,71 +63,72 @@ class PromptRules:
 
     max_tokens: int
     special_tokens: tuple[str, ...] = ()
-    """Special tokens that a prompt may have, see `data.special_tokens`."""
+    """Setting `data.special_tokens`: where special tokens may stand."""
     template: ChatTemplate | None = None
-    """Template that makes text of messages; None: a row with messages is bad."""
+    """Chat template; None: a row with messages is bad."""
     keeps_end: bool = False
-    """Whether the last tokens of a prompt that is too long are taken; if not, or if it has media,
+    """Whether the last tokens of a prompt that is too long are used. If not, or if it has media,
     it is bad."""
     media: MediaRules | None = None
-    """Rules of media; None: a row has none, of which the model could make anything."""
-    not_taken: tuple[tuple[Kind, str], ...] = ()
-    """Kinds of media that the model does not take, and the columns that would name them."""
+    """Rules for media; None: the model supports no media."""
+    unsupported_columns: tuple[tuple[Kind, str], ...] = ()
+    """Kinds of media that the model does not support, and the columns that would name them."""
     tools: str = ""
     """Signatures of the tools that a template shows, as JSON."""
     columns: ColumnRules = NO_COLUMNS
-    """Columns of the rows, and ids of rows that have none."""
+    """Rules for columns, and for ids of rows without an id."""
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         data: DataConfig,
         tokenizer: Tokenizer | None,
         folder: Path = Path(),
         set_name: str = "train",
     ) -> PromptRules:
-        """Rules of a configuration for the files of ``folder``, which are the set ``set_name``.
-        ConfigError: there is no such template."""
+        """Rules of a configuration for the set ``set_name``, whose files are in ``folder``.
+        ConfigError: the chat template is missing or cannot be read."""
         template = template_for(data, tokenizer) if data.chat_template and tokenizer else None
-        media = MediaRules.of(data, tokenizer.directory, folder) if tokenizer else None
-        taken = places_of(tokenizer.directory) if tokenizer else [*Kind]
-        refused = tuple((kind, column) for kind, column in columns_of(data) if kind not in taken)
+        media = MediaRules.from_config(data, tokenizer.directory, folder) if tokenizer else None
+        supported = read_placeholder_tokens(tokenizer.directory) if tokenizer else [*Kind]
+        unsupported_columns = [
+            (kind, column) for kind, column in columns_of(data) if kind not in supported
+        ]
         return cls(
             data.max_prompt_tokens,
             tuple(data.special_tokens),
             template,
             keeps_end=data.truncate == "left",
             media=media,
-            not_taken=refused,
+            unsupported_columns=tuple(unsupported_columns),
             columns=ColumnRules.from_config(data, set_name),
         )
 
-    def about(self) -> list[Any]:
-        """All that decides what rows become, but for the tokenizer."""
-        template = self.template.key if self.template else ""
-        media = self.media.key if self.media else []
-        kinds, shown = map(list, self.not_taken), filter(None, [self.tools])
-        columns = self.columns.key
+    of = from_config  # Name in release 0.1.
+
+    def key_parts(self) -> list[Any]:
+        """Values that decide what rows become, except for the tokenizer."""
         return [
             self.max_tokens,
             *self.special_tokens,
-            template,
+            self.template.key if self.template else "",
             self.keeps_end,
-            *media,
-            *kinds,
-            *shown,
-            columns,
+            *(self.media.key if self.media else []),
+            *map(list, self.unsupported_columns),
+            *([self.tools] if self.tools else []),
+            self.columns.key,
         ]
 
     def with_tools(self, record: Record) -> Self:
-        """The rules for one row, whose column `tools` the template shows. BadRecord: it is no list
-        of signatures."""
+        """The rules for one row, with the tools of its column `tools`, if any. BadRecord: it is not
+        a list of signatures, or the template shows no tools."""
         tools = record.get("tools") or []
         if not self.template or not tools:
             return self
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise BadRecord(
-                "wrong_type", f"tools is {_kind(tools)}, allowed: a list of signatures as OpenAI's"
+                "wrong_type",
+                f"tools is {_describe_value(tools)}, allowed: a list of signatures as OpenAI's",
             )
         if not self.template.mentions("tools"):
             raise BadRecord(
@@ -131,66 +139,73 @@ class PromptRules:
     def read(
         self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True
     ) -> Any:
-        """The prompt of the row in line ``number``, or why it has none, a `BadLine`; see
-        `prompts_of`."""
+        """The prompt of the row in line ``number``, or a `BadLine`; see `prompts_of`."""
         return prompt_of(number, record, tokenizer, self, tokens)
 
     def unusable(self, number: int, record: Record, fault: BadMedium) -> Any:
-        """The prompt of a row whose media could be used when its file was indexed, and cannot
+        """The prompt of a row whose media could be used when its file was indexed, but cannot
         now."""
-        return Prompt(
-            self.columns.id_of(self.columns.renamed(record), number), (), "", "", fault=fault
-        )
+        prompt_id = self.columns.id_of(self.columns.renamed(record), number)
+        return Prompt(prompt_id, (), "", "", fault=fault)
 
     @contextmanager
     def rendering(self) -> Iterator[None]:
-        """Context in which rows are read; the processes of the template and of media end with
-        it."""
+        """Context in which many rows are read. At its end the child processes of the template and
+        of media end."""
         try:
             yield
         finally:
-            for process in (self.template, self.media and self.media.pool):
-                if process:
-                    process.close()
+            if self.template:
+                self.template.close()
+            if self.media:
+                self.media.pool.close()
 
 
 def prompts_of(
-    rows: Iterable[Row], tokenizer: Tokenizer | None, how: PromptRules, tokens: bool = True
+    rows: Iterable[Row], tokenizer: Tokenizer | None, rules: PromptRules, tokens: bool = True
 ) -> Iterator[Prompt | BadLine]:
-    """The prompt of each row, or why it has none; of one id the first counts.
+    """The prompt of each row, or a `BadLine`. If rows have the same id, only the first is used.
 
-    A row is {"id", "prompt" (text, or messages), "messages" or "token_ids", "answer", ...}; other
-    columns become metadata, and a row without "id" gets one of its set and number. Without a
-    tokenizer texts get no tokens, and no length is judged; without ``tokens`` only those whose
-    length cannot be judged otherwise.
+    A row is {"id", "prompt" (text, or messages), "messages" or "token_ids", "answer", ...}. Other
+    columns become metadata. A row without "id" gets the set's name and its number. Without a
+    tokenizer, texts are not tokenized and lengths are not checked. If ``tokens`` is false, a text
+    is only tokenized if its length cannot be bounded without that.
     """
-    seen: set[str] = set()
+    ids: set[str] = set()
     for row in rows:
-        found = row if isinstance(row, BadLine) else how.read(*row, tokenizer, tokens)
-        if not isinstance(found, BadLine):
-            if found.prompt_id in seen:
-                found = BadLine(row[0], "duplicate_id", f"id {found.prompt_id}")
-            else:
-                seen.add(found.prompt_id)
-        yield found
+        if isinstance(row, BadLine):
+            yield row
+            continue
+        prompt = rules.read(*row, tokenizer, tokens)
+        if isinstance(prompt, BadLine):
+            yield prompt
+        elif prompt.prompt_id in ids:
+            yield BadLine(row[0], "duplicate_id", f"id {prompt.prompt_id}")
+        else:
+            ids.add(prompt.prompt_id)
+            yield prompt
 
 
 def prompt_of(
-    number: int, record: Record, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool = True
+    number: int,
+    record: Record,
+    tokenizer: Tokenizer | None,
+    rules: PromptRules,
+    tokens: bool = True,
 ) -> Prompt | BadLine:
-    """The prompt of the row in line ``number``, or why it has none; see `prompts_of`."""
+    """The prompt of the row in line ``number``, or a `BadLine`; see `prompts_of`."""
     try:
-        return _prompt(number, record, tokenizer, how, tokens)
+        return _prompt(number, record, tokenizer, rules, tokens)
     except BAD_RECORD as error:
         return bad_line(number, error)
 
 
 BAD_RECORD = BadRecord, TokenizerError, RecursionError
-"""Errors of a row that cannot be used."""
+"""Exceptions for a row that cannot be used."""
 
 
 def bad_line(number: int, error: Exception) -> BadLine:
-    """Reason why the row in line ``number`` is not used, from one of `BAD_RECORD`."""
+    """The bad row in line ``number``, for an ``error`` of `BAD_RECORD`."""
     if isinstance(error, BadRecord):
         return BadLine(number, *error.args)
     if isinstance(error, TokenizerError):
@@ -198,18 +213,18 @@ def bad_line(number: int, error: Exception) -> BadLine:
     return BadLine(number, "broken_json", "nested too deep")
 
 
-class Tally:
-    """Rows of a prompt file, counted as they pass."""
+class RowCounts:
+    """Counts of the rows of a prompt file, and of the bad ones by reason."""
 
     def __init__(
         self,
         rows: int = 0,
         counts: Mapping[str, int] | None = None,
         bad: Iterable[BadLine] = (),
-        places: Places | None = None,
+        locations: RowLocations | None = None,
     ) -> None:
-        """``counts``: of bad lines by reason. ``bad``: the first of them."""
-        self.rows, self.places = rows, places or Places()
+        """``counts``: number of bad lines by reason. ``bad``: the first of these lines."""
+        self.rows, self.locations = rows, locations or RowLocations()
         self.counts = Counter(counts or {})
         self._first: dict[str, BadLine] = {}
         """First bad line of each reason."""
@@ -220,28 +235,30 @@ class Tally:
     def bad(self) -> int:
         return self.counts.total()
 
-    def add(self, one: Prompt | BadLine) -> None:
+    def add(self, prompt: Prompt | BadLine) -> None:
         """Count another row."""
         self.rows += 1
-        if isinstance(one, BadLine):
-            self.count(one)
+        if isinstance(prompt, BadLine):
+            self.count(prompt)
 
     def count(self, bad: BadLine) -> None:
-        """Count a row as bad that was counted before."""
+        """Count a row as bad that `add` has counted as usable."""
         self.counts[bad.reason] += 1
         self._first.setdefault(bad.reason, bad)
 
     @property
     def reasons(self) -> str:
-        """Number of bad rows by reason, each with the first row and why it is bad."""
-        return "; ".join(
-            f"{count} {reason} (first {self.places.of(self._first[reason].line)}: "
-            f"{self._first[reason].detail})"
-            for reason, count in self.counts.most_common()
-        )
+        """Number of bad rows by reason, each with the first such row and its detail."""
+        texts: list[str] = []
+        for reason, count in self.counts.most_common():
+            first = self._first[reason]
+            location = self.locations.describe(first.line)
+            texts.append(f"{count} {reason} (first {location}: {first.detail})")
+        return "; ".join(texts)
 
     def problem(self, max_bad_share: float, total: int) -> str:
-        """Problem of a file of ``total`` rows of which so many are bad; empty if it will do."""
+        """Why a file of ``total`` rows, with the bad ones counted here, cannot be used; empty if it
+        can."""
         if not total:
             return 'no prompts; write one {"id", "prompt", "answer"} a line'
         if self.bad < total and self.bad <= max_bad_share * total:
@@ -253,104 +270,110 @@ class Tally:
         )
 
 
+Tally = RowCounts  # Name in release 0.1.
+
+
 def _prompt(
-    number: int, record: Record, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool
+    number: int, record: Record, tokenizer: Tokenizer | None, rules: PromptRules, tokens: bool
 ) -> Prompt:
-    rest = how.columns.read(number, record, has_template=how.template is not None)
-    source = next((name for name in ("token_ids", "messages") if name in rest), "prompt")
-    if missing := [name for name in (source, "answer") if name not in rest]:
-        raise BadRecord("missing_field", how.columns.missing(missing))
-    prompt_id, order = rest.pop("id"), how.columns.order(rest)
-    answer, given = rest.pop("answer"), rest.pop(source)
+    row = rules.columns.read(number, record, has_template=rules.template is not None)
+    source = next((name for name in ("token_ids", "messages") if name in row), "prompt")
+    missing = [name for name in (source, "answer") if name not in row]
+    if missing:
+        raise BadRecord("missing_field", rules.columns.missing(missing))
+    prompt_id, order = row.pop("id"), rules.columns.order(row)
+    answer, value = row.pop("answer"), row.pop(source)
     if not isinstance(answer, str | int | float) or answer != answer:
-        raise BadRecord("wrong_type", f"answer is {_kind(answer)}")
-    sources = columns_in(rest, how)
-    if source != "token_ids":
-        text, ids, sources = _encoded(
-            given, source, sources, tokenizer, how.with_tools(rest), tokens
-        )
+        raise BadRecord("wrong_type", f"answer is {_describe_value(answer)}")
+    columns = columns_in(row, rules)
+    ids: list[int] | None
+    if source == "token_ids":
+        check_ids(value, tokenizer.vocab_size if tokenizer else None)
+        text = str(row.pop("prompt", "") or (tokenizer.decode(value) if tokenizer else ""))
+        ids = value
     else:
-        check_ids(given, tokenizer.vocab_size if tokenizer else None)
-        text = str(rest.pop("prompt", "") or (tokenizer.decode(given) if tokenizer else ""))
-        ids = given
+        text, ids, columns = _encode(
+            value, source, columns, tokenizer, rules.with_tools(row), tokens
+        )
     if not (text.strip() if ids is None else ids):
         raise BadRecord("empty_prompt", f"{source} is empty")
-    ids, media = _with_media(ids, sources, tokenizer, how)
-    if len(ids or ()) > how.max_tokens:
-        if not how.keeps_end or media:
+    ids, media = _with_media(ids, columns, tokenizer, rules)
+    ids = ids or []
+    if len(ids) > rules.max_tokens:
+        if not rules.keeps_end or media:
             raise BadRecord(
-                "over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {how.max_tokens}"
+                "over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {rules.max_tokens}"
             )
-        ids = ids[-how.max_tokens :]
-    return Prompt(prompt_id, tuple(ids or ()), text, str(answer), rest, tuple(media), order)
+        ids = ids[-rules.max_tokens :]
+    # The columns that are left become metadata.
+    return Prompt(prompt_id, tuple(ids), text, str(answer), row, tuple(media), order)
 
 
-def columns_in(record: Record, how: PromptRules) -> Columns:
-    """Media that the columns of ``record`` name, which are taken out of it. BadRecord: the model
-    takes none of a kind."""
-    for kind, column in how.not_taken:
+def columns_in(record: Record, rules: PromptRules) -> Columns:
+    """Media that the columns of ``record`` name. The columns are removed from it. BadRecord: the
+    model does not support such media."""
+    for kind, column in rules.unsupported_columns:
         if record.get(column):
-            bad = not_taken(kind)
+            bad = unsupported_kind(kind)
             hint = (
                 f"data.multimodal_keys: {{{kind}: ''}} says that column {column!r} is something "
                 "else"
             )
             raise BadRecord(bad.reason, f"{bad.detail}; {hint}")
     try:
-        return how.media.taken(record) if how.media else {}
+        return rules.media.take_columns(record) if rules.media else {}
     except BadMedium as bad:
         raise BadRecord(bad.reason, bad.detail) from None
 
 
 def chat_in(
-    messages: list[Message], columns: Columns, how: PromptRules
+    messages: list[Message], columns: Columns, rules: PromptRules
 ) -> tuple[list[Message], Columns]:
-    """``messages`` as the template takes them, and the media that they and ``columns`` name.
-    BadRecord: a message cannot be used."""
-    assert how.template
-    checked = check_messages(messages, how.template.reads, how.columns.ignored)
+    """``messages`` for the template, and the media that they and ``columns`` name. BadRecord: a
+    message cannot be used."""
+    assert rules.template
+    checked = check_messages(messages, rules.template.reads, rules.columns.ignored)
     try:
-        if how.media:
+        if rules.media:
             return with_parts(checked, columns)
         for kind in _media_kinds(checked):
-            raise not_taken(kind)
+            raise unsupported_kind(kind)
     except BadMedium as bad:
         raise BadRecord(bad.reason, bad.detail) from None
     return checked, columns
 
 
 def _media_kinds(messages: list[Message]) -> Iterator[Kind]:
-    """Kinds of the media in ``messages``. BadMedium: a part is none."""
+    """Kinds of the media in ``messages``. BadMedium: a part is neither a text nor a medium."""
     for message in messages:
-        parts = message["content"] if isinstance(message["content"], list) else []
-        for part in parts:
-            if part.get("type") != "text":
-                yield kind_of_part(part)
+        if isinstance(message["content"], list):
+            for part in message["content"]:
+                if part.get("type") != "text":
+                    yield kind_of_part(part)
 
 
 def _with_media(
-    ids: list[int] | None, sources: Columns, tokenizer: Tokenizer | None, how: PromptRules
+    ids: list[int] | None, columns: Columns, tokenizer: Tokenizer | None, rules: PromptRules
 ) -> tuple[list[int] | None, list[PromptMedium]]:
-    """Tokens of a prompt, those that stand for media included, and its media."""
-    if ids is None or not (how.media and tokenizer):
+    """Tokens of a prompt, with one placeholder for each token of its media; and its media."""
+    if ids is None or not (rules.media and tokenizer):
         return ids, []
+    encode = functools.partial(tokenizer.encode, special=False)
     try:
-        return how.media.placed(ids, sources, functools.partial(tokenizer.encode, special=False))
+        return rules.media.expand_placeholders(ids, columns, encode)
     except BadMedium as bad:
         raise BadRecord(bad.reason, bad.detail) from None
 
 
-def is_chat(given: Any) -> bool:
-    """Whether ``given`` is a list of chat messages."""
-    return (
-        isinstance(given, list)
-        and bool(given)
-        and all(isinstance(one, dict) and "role" in one for one in given)
-    )
+def is_chat(value: Any) -> bool:
+    """Whether ``value`` is a list of chat messages."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and "role" in message for message in value)
 
 
 def refuse_chat_as_text(name: str, value: Any) -> None:
-    """BadRecord: ``value`` is chat messages as one text of JSON, as some programs write them into
+    """BadRecord: ``value`` is a JSON text of chat messages. Some programs write such texts into
     tables."""
     if not isinstance(value, str) or not value.lstrip().startswith("[") or '"role"' not in value:
         return
@@ -361,100 +384,117 @@ def refuse_chat_as_text(name: str, value: Any) -> None:
             )
 
 
-def _encoded(
-    given: Any,
+def _encode(
+    value: Any,
     source: str,
     columns: Columns,
     tokenizer: Tokenizer | None,
-    how: PromptRules,
+    rules: PromptRules,
     tokens: bool,
 ) -> tuple[str, list[int] | None, Columns]:
-    """The text of a prompt, by a template or as it is, its tokens, and the media it names, by
-    ``columns`` of its row or by itself. None for tokens: they were not looked at."""
-    refuse_chat_as_text(source, given)
-    chat = is_chat(given)
-    if not (chat or (isinstance(given, str) and source == "prompt")):
-        raise BadRecord("wrong_type", f"{source} is {_kind(given)}")
-    if chat and given[-1]["role"] == ASSISTANT:
+    """Text of a prompt, its tokens, and its media. ``value``: the value of the column ``source``, a
+    text or messages. ``columns``: media that columns of the row name. None for the tokens: there is
+    no tokenizer, or ``tokens`` is false and the prompt is short enough for sure."""
+    refuse_chat_as_text(source, value)
+    chat = is_chat(value)
+    if not (chat or (isinstance(value, str) and source == "prompt")):
+        raise BadRecord("wrong_type", f"{source} is {_describe_value(value)}")
+    if chat and value[-1]["role"] == ASSISTANT:
         raise BadRecord(
             "answer_in_prompt",
             "the last message is the assistant's, which the policy would only have to repeat; "
             "remove it, or learn from it with algorithm.name sft",
         )
     if not tokenizer:
-        return (given if isinstance(given, str) else json.dumps(given)), None, columns
-    as_tokens = "prompt" in how.special_tokens
-    if chat and not how.template:
+        return (value if isinstance(value, str) else json.dumps(value)), None, columns
+    as_tokens = "prompt" in rules.special_tokens
+    if chat and not rules.template:
         raise BadRecord(
             "wrong_type", f"{source} is a list of chat messages; set data.chat_template: model"
         )
-    if isinstance(given, str) and not given.strip():
-        return given, [], columns
-    text = given
-    if how.template:
-        messages, columns = chat_in(
-            given if chat else [{"role": "user", "content": given}], columns, how
-        )
+    if isinstance(value, str) and not value.strip():
+        return value, [], columns
+    text = value
+    if rules.template:
+        chat_messages = value if chat else [{"role": "user", "content": value}]
+        messages, columns = chat_in(chat_messages, columns, rules)
         if not any(says_something(message["content"]) for message in messages):
             raise BadRecord("empty_prompt", f"{source} has messages without content")
-        text = rendered(messages, tokenizer, how, as_tokens)
-    looks = tokens or how.media or not text.strip()
-    if (
-        not looks
-        and (most := tokenizer.at_most(text))
-        and (how.keeps_end or most <= how.max_tokens)
-    ):
+        text = rendered(messages, tokenizer, rules, as_tokens)
+    needs_tokens = tokens or rules.media or not text.strip()
+    if not needs_tokens and _fits_for_sure(text, tokenizer, rules):
         return text, None, columns
-    if how.template:
+    if rules.template:
         return text, tokenizer.encode(text, special=False, special_tokens=True), columns
-    if how.media:
-        return text, how.media.encoded(text, columns, tokenizer, as_tokens), columns
+    if rules.media:
+        return text, rules.media.encode_with_marks(text, columns, tokenizer, as_tokens), columns
     return text, tokenizer.encode(text, special_tokens=as_tokens), columns
+
+
+def _fits_for_sure(text: str, tokenizer: Tokenizer, rules: PromptRules) -> bool:
+    """Whether ``text`` is known to fit, without tokenizing it, which takes much longer."""
+    max_count = tokenizer.max_token_count(text)
+    if max_count is None:
+        return False
+    return rules.keeps_end or max_count <= rules.max_tokens
 
 
 def rendered(
     messages: list[Any],
     tokenizer: Tokenizer,
-    how: PromptRules,
+    rules: PromptRules,
     as_tokens: bool = False,
     whole: bool = False,
 ) -> str:
-    """Text that the template of ``how`` makes of messages, up to where the model answers, or
-    ``whole``. In it the names of special tokens mean these; in the messages, unless ``as_tokens``,
-    they must not stand: one could end a turn by them."""
-    tools = json.loads(how.tools or "[]")
-    given = json.dumps([messages, tools], ensure_ascii=False)
-    if not as_tokens and (found := [name for name in tokenizer.special_names if name in given]):
-        raise BadRecord("special_token", f"a message has {found[0]} in it, which would be a token")
-    assert how.template
+    """Text of ``messages`` by the template of ``rules``, with the generation prompt, or without it
+    if ``whole``. BadRecord: the template refuses the messages, or leaves out a text or a tool.
+
+    Names of special tokens in the text will become these tokens. Messages must not contain them
+    unless ``as_tokens``: a message could end a turn by such a name.
+    """
+    tools = json.loads(rules.tools or "[]")
+    content = json.dumps([messages, tools], ensure_ascii=False)
+    special_names = [name for name in tokenizer.special_names if name in content]
+    if special_names and not as_tokens:
+        raise BadRecord(
+            "special_token", f"a message has {special_names[0]} in it, which would be a token"
+        )
+    assert rules.template
     try:
-        text = how.template.render(messages, whole, tools)
+        text = rules.template.render(messages, whole, tools)
     except TemplateError as error:
         raise BadRecord("chat_template", str(error)) from None
-    if (number := left_out_message(messages, text)) is not None:
+    number = left_out_message(messages, text)
+    if number is not None:
         role = messages[number]["role"]
         raise BadRecord(
             "chat_template", f"the chat template leaves out message {number} (role {role!r})"
         )
-    hidden = [name for name in map(_name_of_tool, tools) if name not in text]
-    # If the template shows no tools at all, a policy may still learn those of its environment by
-    # trying.
-    if hidden and how.template.mentions("tools"):
-        raise BadRecord("chat_template", f"the chat template does not show the tool {hidden[0]!r}")
+    hidden_tools = [name for name in map(_tool_name, tools) if name not in text]
+    # A template that shows no tools at all is accepted: a policy may still learn the tools of its
+    # environment by trying.
+    if hidden_tools and rules.template.mentions("tools"):
+        raise BadRecord(
+            "chat_template", f"the chat template does not show the tool {hidden_tools[0]!r}"
+        )
     return text
 
 
-def _name_of_tool(tool: Mapping[str, Any]) -> str:
+def _tool_name(tool: Mapping[str, Any]) -> str:
     function = tool.get("function")
     return str((function if isinstance(function, dict) else tool).get("name") or "")
 
 
-def check_ids(given: Any, vocab: int | None) -> None:
-    if not isinstance(given, list) or not all(type(one) is int for one in given):
+def check_ids(ids: Any, vocab_size: int | None) -> None:
+    """BadRecord: ``ids`` are not a list of token ids below ``vocab_size``."""
+    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
         raise BadRecord("wrong_type", "token_ids is no list of integers")
-    if vocab and (wrong := [one for one in given if not 0 <= one < vocab]):
-        raise BadRecord("wrong_type", f"token_ids has {wrong[0]}, the tokenizer {vocab} tokens")
+    unknown = [number for number in ids if not 0 <= number < vocab_size] if vocab_size else []
+    if unknown:
+        raise BadRecord(
+            "wrong_type", f"token_ids has {unknown[0]}, the tokenizer {vocab_size} tokens"
+        )
 
 
-def _kind(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"

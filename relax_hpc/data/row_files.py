@@ -1,8 +1,8 @@
 """Files of rows that one setting names: a file, or the files of a split of a folder.
 
-A folder is one that `datasets` has saved (`save_to_disk`), or one like a repository of the Hugging
-Face hub, with jsonl or parquet files whose splits its README.md names, or their own names.
-`FOLDER#SPLIT` names one of several.
+A folder was saved by `datasets` (`save_to_disk`), or has the layout of a repository on the Hugging
+Face hub: jsonl or parquet files, whose splits are given by its README.md or by the file names.
+`FOLDER#SPLIT` names one of several splits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from relax_hpc.data.rows import BadLine, Row, count_rows, is_table, read_rows
 
 Splits = dict[str, list[Path]]
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
-"""Names of files in a folder that have rows end so."""
+"""Suffixes of the files in a folder that are read."""
 _OTHER_FORMATS = (".json", ".csv", ".tsv", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".csv.gz")
-"""Ends of names of files whose rows `datasets` reads, and this module does not."""
-_ABOUT_SETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that describe data sets."""
-_WORDS = {
+"""Suffixes of files with rows that `datasets` reads, and this module does not."""
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that describe data sets, and have no rows."""
+_SPLIT_KEYWORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Split -> words in the names of its files and folders, as `datasets` knows them."""
+"""Split -> keywords in the names of its files and folders, the same as in `datasets`."""
 _README_BYTES = 16 << 20
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
 _BETWEEN_WORDS = re.compile(r"[-._ 0-9]+")
@@ -46,16 +46,16 @@ class RowFiles:
     """Files of rows, in their order."""
 
     named: str
-    """Name of them in the configuration."""
+    """Their name in the configuration."""
     paths: tuple[Path, ...]
     folder: Path
     """Folder that paths of media are relative to."""
 
     @classmethod
-    def of(cls, named: str | Path, expected: str = "") -> RowFiles:
-        """Files that ``named`` means: a file, a folder, or a folder with a split, as
+    def from_path(cls, named: str | Path, expected: str = "") -> RowFiles:
+        """Files that ``named`` refers to: a file, a folder, or a folder with a split, as
         `prompts#test`. ``expected``: the split that a folder without a named split must have;
-        empty: any. ConfigError: there are none, or the split is not clear."""
+        empty: any. ConfigError: no files are found, or the split is not clear."""
         folder, split = folder_and_split(named)
         if not folder.is_dir():
             return cls(str(named), (folder,), folder.parent)
@@ -76,46 +76,50 @@ class RowFiles:
                 f"is meant, name it: {allowed}"
             )
         paths = splits[split or next(iter(splits))]
-        return cls(
-            str(named), tuple(paths), Path(os.path.commonpath([path.parent for path in paths]))
-        )
+        folder = Path(os.path.commonpath([path.parent for path in paths]))
+        return cls(str(named), tuple(paths), folder)
 
-    def rows(self, places: Places, with_media: bool = False) -> Iterator[Row]:
-        """Rows of all files, see `read_rows`, numbered through; ``places`` is told where those of
-        each begin."""
+    of = from_path  # Name in release 0.1.
+
+    def rows(self, locations: RowLocations, with_media: bool = False) -> Iterator[Row]:
+        """Rows of all files, see `read_rows`. Row numbers continue from file to file. The number at
+        which each file begins is added to ``locations``."""
         number = 0
         for path in self.paths:
             begin = number
-            places.begins.append(
-                (begin, str(path.relative_to(self.folder)) if len(self.paths) > 1 else "")
-            )
+            name = str(path.relative_to(self.folder)) if len(self.paths) > 1 else ""
+            locations.begins.append((begin, name))
             for row in read_rows(path, with_media):
-                number = begin + (row.line if isinstance(row, BadLine) else row[0])
-                yield replace(row, line=number) if isinstance(row, BadLine) else (number, row[1])
+                if isinstance(row, BadLine):
+                    number = begin + row.line
+                    yield replace(row, line=number)
+                else:
+                    number = begin + row[0]
+                    yield number, row[1]
 
     @property
     def lines(self) -> Path | None:
-        """The file, if there is one alone, whose lines are the rows."""
+        """The only file, if its lines are the rows; None: several files, or a table."""
         return None if len(self.paths) > 1 or is_table(self.paths[0]) else self.paths[0]
 
     def count(self) -> int:
-        """Rows of all files. ConfigError: one cannot be read."""
+        """Number of rows in all files. ConfigError: a file cannot be read."""
         return sum(map(count_rows, self.paths))
 
 
 @dataclass(slots=True)
-class Places:
-    """Files in which rows stand that are numbered through."""
+class RowLocations:
+    """File and line of rows whose numbers continue from file to file."""
 
     begins: list[tuple[int, str]] = field(default_factory=list)
-    """Number of the row before the first of each file, and the file's name; of the only one there
-    is none."""
+    """Number of the row before the first one of each file, and the file's name. A single file has
+    an empty name."""
 
-    def of(self, number: int) -> str:
-        """Place of a row, in words.
+    def describe(self, number: int) -> str:
+        """File and line of a row, for messages.
 
-        >>> places = Places([(0, "a.jsonl"), (7, "b.jsonl")])
-        >>> places.of(7), places.of(8), Places().of(8)
+        >>> locations = RowLocations([(0, "a.jsonl"), (7, "b.jsonl")])
+        >>> locations.describe(7), locations.describe(8), RowLocations().describe(8)
         ('a.jsonl, line 7', 'b.jsonl, line 1', 'line 8')
         """
         before = bisect.bisect_left(self.begins, (number,)) - 1
@@ -123,8 +127,11 @@ class Places:
         return f"{name}, line {number - begin}" if name else f"line {number}"
 
 
+Places = RowLocations  # Name in release 0.1.
+
+
 def folder_and_split(named: str | Path) -> tuple[Path, str]:
-    """Path, and the split that is named behind it, if any.
+    """Path, and the split after `#`, if any.
 
     >>> folder_and_split("/data/prompts#test")
     (PosixPath('/data/prompts'), 'test')
@@ -144,15 +151,15 @@ class DataSet:
     path: str
     """A file, a folder, or a folder with a split."""
     split: str = ""
-    """Split that a folder must have; empty: any."""
+    """Split that a folder must have; empty: any split."""
 
     def files(self) -> RowFiles:
-        """Files of the set. ConfigError: see `RowFiles.of`."""
-        return RowFiles.of(self.path, self.split)
+        """Files of the set. ConfigError: see `RowFiles.from_path`."""
+        return RowFiles.from_path(self.path, self.split)
 
 
 def data_sets(data: DataConfig) -> list[DataSet]:
-    """Sets of training rows, and of evaluations, that a configuration names files of."""
+    """Sets of training rows, and of evaluations, for which a configuration names files."""
     sets = [DataSet("data.train", "train", data.train, "train")] if data.train else []
     for name, path in data.train_sets.items():
         sets.append(DataSet(f"data.train_sets.{name}", name, path, "train"))
@@ -161,19 +168,19 @@ def data_sets(data: DataConfig) -> list[DataSet]:
     return sets
 
 
-def is_there(named: str | Path) -> bool:
-    """Whether there is such a file, or folder."""
+def rows_exist(named: str | Path) -> bool:
+    """Whether the file or folder exists."""
     path, _ = folder_and_split(named)
     return path.is_file() or path.is_dir()
 
 
 def _splits(folder: Path) -> tuple[Splits, list[Path]]:
-    """Files of each split of ``folder``, at least one of one, and files of rows that are of none.
-    ConfigError: there are no rows, or a split has files of two formats."""
+    """Files of each split of ``folder``, at least one, and files with rows that would not be read.
+    ConfigError: no files are found, or a split has files of two formats."""
     try:
-        splits, unread = _listed(folder)
+        splits, unread = _list_splits(folder)
     except (OSError, ValueError) as error:
-        # A name that another user has written may be too long, or have a NUL in it.
+        # A name in a file of another user may be too long, or contain a NUL.
         raise ConfigError(f"{folder}: its files cannot be listed: {error}") from error
     if not splits:
         raise ConfigError(
@@ -190,19 +197,23 @@ def _splits(folder: Path) -> tuple[Splits, list[Path]]:
     return splits, unread
 
 
-def _listed(folder: Path) -> tuple[Splits, list[Path]]:
-    """Files of each split of ``folder``, by what describes them, and files of no split. OSError,
-    ValueError: it has, or names, a file that cannot be looked up."""
-    if splits := _saved(folder):
+def _list_splits(folder: Path) -> tuple[Splits, list[Path]]:
+    """Files of each split of ``folder``, and files with rows that would not be read. The first
+    source that names a split counts: files of `save_to_disk`, README.md, file names. OSError,
+    ValueError: a path cannot be looked up."""
+    splits = _saved_splits(folder)
+    if splits:
         return splits, []
-    splits, unread = _described(folder)
-    return (splits, unread) if splits else _by_names(folder)
+    splits, unread = _readme_splits(folder)
+    return (splits, unread) if splits else _splits_by_names(folder)
 
 
-def _saved(folder: Path) -> Splits:
-    """Files of what `datasets` has saved: one split, or some, each in a folder of its own."""
+def _saved_splits(folder: Path) -> Splits:
+    """Splits that `save_to_disk` of `datasets` has written: one in ``folder``, or several in
+    sub-folders."""
     index = folder / "dataset_dict.json"
-    if splits := _object(index).get("splits"):
+    splits = _read_object(index).get("splits")
+    if splits:
         if not isinstance(splits, list):
             raise ConfigError(
                 f"{index}: splits: found {str(splits)[:80]!r}, allowed: a list of names"
@@ -212,9 +223,10 @@ def _saved(folder: Path) -> Splits:
 
 
 def _state_files(folder: Path) -> list[Path]:
+    """Files that the state.json in ``folder`` lists. ConfigError: one is missing."""
     state = folder / "state.json"
     try:
-        names = [file["filename"] for file in _object(state)["_data_files"]]
+        names = [file["filename"] for file in _read_object(state)["_data_files"]]
     except (KeyError, TypeError):
         names = []
     paths = [_inside(folder, name, state) for name in names]
@@ -224,14 +236,11 @@ def _state_files(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, name: Any, source: Path) -> Path:
-    """Path of the file ``name`` in ``folder``, which the file ``source`` in it names. ConfigError:
-    it leads out of the folder, maybe to a private file of the reader."""
+    """Path of the file ``name`` in ``folder``; the file ``source`` there names it. ConfigError: the
+    path leads out of the folder, where it could be a private file of the reader."""
     path = folder / str(name)
-    if (
-        Path(str(name)).is_absolute()
-        or ".." in path.parts[len(folder.parts) :]
-        or not _is_inside(path, folder)
-    ):
+    leads_out = Path(str(name)).is_absolute() or ".." in path.parts[len(folder.parts) :]
+    if leads_out or not _is_inside(path, folder):
         raise ConfigError(
             f"{source}: found {str(name)[:80]!r}, allowed: files inside of {folder}; correct it"
         )
@@ -239,21 +248,22 @@ def _inside(folder: Path, name: Any, source: Path) -> Path:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether ``path``, all links followed, lies in ``folder``, or in the blobs of the repository
-    in the cache of the Hugging Face hub that the folder is a snapshot of."""
+    """Whether the target of ``path`` is in ``folder``, or in the folder `blobs` that belongs to it.
+
+    In the cache of the Hugging Face hub a repository has the folders `snapshots` and `blobs`. Files
+    of a snapshot are links into `blobs`.
+    """
     roots = [folder]
-    roots += [
-        parent.parent / "blobs"
-        for parent in folder.absolute().parents
-        if parent.name == "snapshots"
-    ]
-    target = os.path.realpath(path)
-    return any(Path(target).is_relative_to(os.path.realpath(root)) for root in roots)
+    for parent in folder.absolute().parents:
+        if parent.name == "snapshots":
+            roots.append(parent.parent / "blobs")
+    target = Path(os.path.realpath(path))
+    return any(target.is_relative_to(os.path.realpath(root)) for root in roots)
 
 
 def _check_link(path: Path, folder: Path) -> None:
-    """ConfigError: ``path`` is a link of another user that leads out of ``folder`` to a file of a
-    third user, such as a private one of the reader."""
+    """ConfigError: ``path`` is a link of another user that leads out of ``folder`` to a file that
+    belongs to neither that user nor root, such as a private file of the reader."""
     if not path.is_symlink() or _is_inside(path, folder):
         return
     owner = path.lstat().st_uid
@@ -263,26 +273,24 @@ def _check_link(path: Path, folder: Path) -> None:
         )
 
 
-def _described(folder: Path) -> tuple[Splits, list[Path]]:
-    """Files by the configurations in the README.md of a repository, those of others than the usual
-    one by `CONFIGURATION/SPLIT`; and files that would not be read, see `_by_names`. ConfigError: it
-    names files that are not there or that lie outside of the folder, or a split twice."""
+def _readme_splits(folder: Path) -> tuple[Splits, list[Path]]:
+    """Splits of the configurations in the README.md of a repository, and files that would not be
+    read, see `_splits_by_names`. A split of another configuration than the default is called
+    `CONFIGURATION/SPLIT`. ConfigError: README.md names files that are missing or outside of the
+    folder, or a split twice."""
     readme = folder / "README.md"
-    listed = _front_matter(readme).get("configs")
-    configurations = (
-        [entry for entry in listed if isinstance(entry, Mapping)]
-        if isinstance(listed, list)
-        else []
-    )
+    configs = _front_matter(readme).get("configs")
+    entries = configs if isinstance(configs, list) else []
+    configurations = [entry for entry in entries if isinstance(entry, Mapping)]
     all_splits: Splits = {}
     unread: list[Path] = []
     for entry in configurations:
         name = str(entry.get("config_name", "default"))
-        usual = len(configurations) == 1 or name == "default" or entry.get("default") is True
+        is_default = len(configurations) == 1 or name == "default" or entry.get("default") is True
         root = _inside(folder, entry.get("data_dir") or "", readme)
         splits = _named_files(folder, root, entry.get("data_files"))
         if not splits and "data_dir" in entry:
-            splits, unread_files = _by_names(root)
+            splits, unread_files = _splits_by_names(root)
             unread += unread_files
             if not splits:
                 raise ConfigError(
@@ -290,19 +298,19 @@ def _described(folder: Path) -> tuple[Splits, list[Path]]:
                     "again"
                 )
         for split, paths in splits.items():
-            all_splits[split if usual else f"{name}/{split}"] = paths
+            all_splits[split if is_default else f"{name}/{split}"] = paths
     return all_splits, unread
 
 
 def _named_files(folder: Path, root: Path, data_files: Any) -> Splits:
-    """Files of each split that ``data_files`` of the README.md of ``folder`` names in ``root``, a
-    folder inside."""
+    """Files of each split by ``data_files``, an entry in the README.md of ``folder`` whose patterns
+    are relative to ``root``, a folder inside."""
     readme = folder / "README.md"
     splits: Splits = {}
     for split, patterns in _patterns(data_files):
         paths: dict[Path, None] = {}
         for pattern in patterns:
-            matches = [path for path in sorted(_matching(root, pattern, readme)) if path.is_file()]
+            matches = [path for path in sorted(_glob(root, pattern, readme)) if path.is_file()]
             if not matches:
                 raise ConfigError(
                     f"{root}: found no {pattern}, which README.md names; download the data set "
@@ -317,9 +325,9 @@ def _named_files(folder: Path, root: Path, data_files: Any) -> Splits:
     return splits
 
 
-def _matching(root: Path, pattern: Any, source: Path) -> Iterator[Path]:
+def _glob(root: Path, pattern: Any, source: Path) -> Iterator[Path]:
     """Paths below ``root`` that match a ``pattern`` of the file ``source``. ConfigError: the
-    pattern is not valid, or leads out of ``root``."""
+    pattern is invalid, or leads out of ``root``."""
     try:
         if not isinstance(pattern, str) or ".." in Path(pattern).parts:
             raise ValueError("it leaves the folder")
@@ -331,65 +339,76 @@ def _matching(root: Path, pattern: Any, source: Path) -> Iterator[Path]:
         ) from error
 
 
-def _patterns(given: Any) -> Iterator[tuple[str, Sequence[str]]]:
-    """Splits with the patterns of their files, in all forms that `data_files` has."""
-    if isinstance(given, Mapping):
-        given = [{"split": split, "path": patterns} for split, patterns in given.items()]
-    entries = given if isinstance(given, list) else [given] if given else []
+def _patterns(data_files: Any) -> Iterator[tuple[str, Sequence[str]]]:
+    """Splits with the patterns of their files. `data_files` of a README.md is a pattern, a list of
+    patterns or of objects with `split` and `path`, or an object of split -> patterns."""
+    if isinstance(data_files, Mapping):
+        entries: list[Any] = [
+            {"split": split, "path": patterns} for split, patterns in data_files.items()
+        ]
+    elif isinstance(data_files, list):
+        entries = data_files
+    else:
+        entries = [data_files] if data_files else []
     texts = [entry for entry in entries if isinstance(entry, str)]
-    for entry in [*entries, *([{"path": texts}] if texts else [])]:
-        if isinstance(entry, Mapping) and (patterns := entry.get("path")):
-            yield (
-                str(entry.get("split", "train")),
-                patterns if isinstance(patterns, list) else [patterns],
-            )
+    if texts:
+        entries = [*entries, {"path": texts}]
+    for entry in entries:
+        patterns = entry.get("path") if isinstance(entry, Mapping) else None
+        if patterns:
+            split = str(entry.get("split", "train"))
+            yield split, patterns if isinstance(patterns, list) else [patterns]
 
 
-def _by_names(folder: Path) -> tuple[Splits, list[Path]]:
-    """Files by the splits in their names, or in those of their folders; `train` if no name has a
-    split. And files that would not be read: those without a split beside those with one, and other
-    formats."""
+def _splits_by_names(folder: Path) -> tuple[Splits, list[Path]]:
+    """Files by the splits in their names, or in the names of their folders; `train` if no name
+    contains a split.
+
+    Also files that would not be read: files of other formats, and, if some names contain a split,
+    files whose names do not.
+    """
     splits: Splits = defaultdict(list)
-    others = []
+    unread = []
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
-        hidden = any(part.startswith((".", "__")) for part in inside.parts)
-        if hidden or not path.is_file():
+        is_hidden = any(name.startswith((".", "__")) for name in inside.parts)
+        if is_hidden or not path.is_file():
             continue
         if path.suffix in SUFFIXES:
             _check_link(path, folder)
             splits[_split_of(inside)].append(path)
-        elif path.name.endswith(_OTHER_FORMATS) and path.name not in _ABOUT_SETS:
-            others.append(path)
+        elif path.name.endswith(_OTHER_FORMATS) and path.name not in _DESCRIPTIONS:
+            unread.append(path)
     unnamed = splits.pop("", [])
     if splits:
-        return dict(splits), [*unnamed, *others]
-    return ({"train": unnamed} if unnamed else {}), others
+        return dict(splits), [*unnamed, *unread]
+    return ({"train": unnamed} if unnamed else {}), unread
 
 
 def _split_of(path: Path) -> str:
-    """Split that the name of a file says, or those of its folders; empty: none does."""
-    if shard := _SHARD.match(path.stem):
+    """Split in the name of a file, or in the names of its folders; empty: no name has one."""
+    shard = _SHARD.match(path.stem)
+    if shard:
         return shard[1]
-    words = [
-        word
-        for part in (*path.parent.parts, path.stem)
-        for word in _BETWEEN_WORDS.split(part.lower())
-    ]
-    return next((split for word in words for split, known in _WORDS.items() if word in known), "")
+    for name in (*path.parent.parts, path.stem):
+        for keyword in _BETWEEN_WORDS.split(name.lower()):
+            for split, keywords in _SPLIT_KEYWORDS.items():
+                if keyword in keywords:
+                    return split
+    return ""
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} if there is none. ConfigError: it cannot be read."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if the file is missing. ConfigError: it cannot be read."""
     return read_json_object(path, "save the data set again", is_optional=True)
 
 
 def _front_matter(path: Path) -> dict[str, Any]:
-    """Content of the YAML between the first two lines of dashes of a README.md; {}: there is
+    """Content of the YAML between the first two lines of dashes of a README.md; {} if it has
     none."""
     try:
         text = read_regular(path, _README_BYTES).decode().replace("\r\n", "\n")
-        found = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else {}
+        content = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else {}
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -1,5 +1,4 @@
-"""Rows of a data file, jsonl, parquet or arrow, one after the other, each a mapping or the reason
-why it is none. Nothing is held in memory."""
+"""Reader of the rows of a jsonl, parquet or arrow file. It streams: no file is held in memory."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from functools import partial
 from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import open_regular, unique_members
 
 _TABLES = {b"PAR1": "parquet", b"\xff\xff\xff\xff": "arrow"}
-"""Beginning of a table -> its form."""
+"""First bytes of a table -> its format."""
 _OTHER_KINDS = {
     b"\xff\xfe": "UTF-16 text; iconv -f UTF-16 -t UTF-8",
     b"\xfe\xff": "UTF-16 text; iconv -f UTF-16 -t UTF-8",
@@ -27,13 +26,11 @@ _OTHER_KINDS = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd; unzstd",
     b"PK": "a zip archive; unzip",
 }
-"""Beginning of a file -> what it is, and what makes lines of it."""
-
-
-MOST_BYTES = 1 << 30
-"""Bytes of a line at most: a longer one is some other file."""
+"""First bytes of a file -> its format, and the program that converts it."""
+MAX_LINE_BYTES = 1 << 30
+"""Maximum length of a line. A longer one shows that the file has another format."""
 _BATCH, _BATCH_WITH_MEDIA = 1024, 16
-"""Rows of a table in memory at a time, at most."""
+"""Maximum number of rows of a table in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class BadLine:
     """A row that is skipped."""
 
     line: int
-    """Number of the line, counted from 1, through all files."""
+    """Number of the line from 1; it continues from file to file."""
     reason: str
     """broken_json | missing_field | wrong_type | unknown_key | duplicate_id | empty_prompt |
     answer_in_prompt | over_long | special_token | chat_template | tokenizer | media_mismatch, or a
@@ -51,22 +48,22 @@ class BadLine:
 
 
 class BadRecord(Exception):
-    """A row that cannot be used: its reason, see `BadLine.reason`, and the detail."""
+    """A row that cannot be used. Arguments: the reason, see `BadLine.reason`, and the detail."""
 
 
 Record = dict[str, Any]
 Row = tuple[int, Record] | BadLine
-"""A row with the number of its line, or why it is none."""
+"""A row with the number of its line, or a bad line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a file, as it stands."""
+    """One line of a file."""
 
     number: int
     """Number of the line, counted from 1."""
     start: int
-    """Offset in the file, bytes."""
+    """Offset in the file in bytes."""
     data: bytes
 
     @property
@@ -75,9 +72,9 @@ class Line:
 
 
 def read_rows(path: Path | str, with_media: bool = False) -> Iterator[Row]:
-    """Rows of a file with their lines, counted from 1; blank lines are none.
+    """Rows of a file with the numbers of their lines from 1. Blank lines are skipped.
 
-    ``with_media``: see `read_table`. ConfigError: it cannot be read, or is no file of rows at all.
+    ``with_media``: see `read_table`. ConfigError: the file cannot be read, or has another format.
     """
     if is_table(path):
         yield from read_table(path, with_media)
@@ -88,50 +85,53 @@ def read_rows(path: Path | str, with_media: bool = False) -> Iterator[Row]:
 
 
 def read_lines(
-    path: Path | str, told: Callable[[bytes], None] = lambda data: None
+    path: Path | str, on_bytes: Callable[[bytes], None] = lambda data: None
 ) -> Iterator[Line]:
-    """All lines of a jsonl file; ``told`` all its bytes, in their order. ConfigError: as
-    `read_rows`.
+    """All lines of a jsonl file. ``on_bytes`` is called with all bytes of the file in their order.
+    ConfigError: see `read_rows`.
 
-    Of a line that is too long the beginning alone is there, no JSON.
+    Of a line that is too long, only the first MAX_LINE_BYTES are returned.
     """
-    with opened(path) as file:
-        _refuse_others(path, file.peek(512))
+    with open_rows(path) as file:
+        _refuse_other_formats(path, file.peek(512))
         number = start = 0
-        while data := file.readline(MOST_BYTES):
+        while data := file.readline(MAX_LINE_BYTES):
             number, length = number + 1, len(data)
-            told(data)
-            rest = data
-            while not rest.endswith(b"\n") and (rest := file.readline(MOST_BYTES)):
-                told(rest)
-                length += len(rest)
+            on_bytes(data)
+            piece = data
+            while piece and not piece.endswith(b"\n"):
+                piece = file.readline(MAX_LINE_BYTES)
+                on_bytes(piece)
+                length += len(piece)
             yield Line(number, start, data)
             start += length
 
 
 def row_of(line: Line) -> Row:
-    """Row that stands in ``line``."""
-    if len(line.data) >= MOST_BYTES:
-        return BadLine(line.number, "broken_json", f"longer than {MOST_BYTES} bytes")
+    """The row in ``line``."""
+    if len(line.data) >= MAX_LINE_BYTES:
+        return BadLine(line.number, "broken_json", f"longer than {MAX_LINE_BYTES} bytes")
     return _record(line.number, line.data)
 
 
 def is_table(path: Path | str) -> bool:
-    """Whether it begins as parquet files do, or streams of arrow. ConfigError: it cannot be
+    """Whether the file begins like a parquet file or a stream of arrow. ConfigError: it cannot be
     read."""
-    return bool(_form(path))
+    return bool(_table_format(path))
 
 
-def _form(path: Path | str) -> str:
-    with opened(path) as file:
+def _table_format(path: Path | str) -> str:
+    with open_rows(path) as file:
         return _TABLES.get(file.peek(4)[:4], "")
 
 
 def read_table(path: Path | str, with_media: bool = False) -> Iterator[Row]:
-    """Rows of a parquet or arrow file, as `read_rows`. Fields that are null are left out; times and
-    decimals become texts, and so do bytes, as data URIs, in rows ``with_media``; in others they are
-    bad. Values of the type JSON, in which `datasets` 5 stores objects of several forms, are
-    decoded."""
+    """Rows of a parquet or arrow file, like `read_rows`.
+
+    Fields that are null are dropped. Times and decimals become texts. Bytes become data URIs if the
+    rows are ``with_media``, otherwise the row is bad. Values of arrow's type JSON are decoded:
+    `datasets` 5 uses it for columns with objects of different fields.
+    """
     number, default = 0, _text_or_uri if with_media else _text
     with _table(path) as batches:
         for batch in batches(_BATCH_WITH_MEDIA if with_media else _BATCH):
@@ -163,7 +163,7 @@ def _with_short_floats(path: Path | str, batch: Any) -> Any:
 
 
 def _as_row(number: int, record: Record, encoded: list[Any], default: Callable[[Any], str]) -> Row:
-    """Row of the ``record`` of a table, of whose columns those in ``encoded`` hold JSON."""
+    """Row for a ``record`` of a table. ``encoded``: columns that hold JSON texts."""
     try:
         for column in encoded:
             if column.name in record:
@@ -174,7 +174,7 @@ def _as_row(number: int, record: Record, encoded: list[Any], default: Callable[[
 
 
 def _has_json(kind: Any) -> bool:
-    """Whether values of an arrow type ``kind`` are, or hold, texts of JSON."""
+    """Whether values of the arrow type ``kind`` are, or contain, JSON texts."""
     fields = (kind.field(index).type for index in range(kind.num_fields))
     return _is_json(kind) or any(map(_has_json, fields))
 
@@ -184,7 +184,7 @@ def _is_json(kind: Any) -> bool:
 
 
 def _decoded(value: Any, kind: Any) -> Any:
-    """``value`` of an arrow type ``kind`` with the objects that its texts of JSON hold."""
+    """``value`` of the arrow type ``kind`` with its JSON texts decoded."""
     if _is_json(kind):
         return json.loads(value) if isinstance(value, str) else value
     if isinstance(value, dict):
@@ -195,8 +195,8 @@ def _decoded(value: Any, kind: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """``value`` without fields that are null, at any depth. Arrow gives all structs of a column the
-    same fields, so that those which a row does not have are null.
+    """``value`` without fields that are null, at any depth. In arrow all structs of a column have
+    the same fields: those that a row does not have are null.
 
     >>> without_nulls({"a": None, "b": [{"c": 1, "d": None}, None]})
     {'b': [{'c': 1}, None]}
@@ -209,7 +209,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether ``value`` says nothing, so that it may be ignored. False and 0 do say something.
+    """Whether ``value`` has no content, so that it may be ignored. False and 0 have content.
 
     >>> [is_empty(value) for value in (None, "", [], {}, False, 0)]
     [True, True, True, True, False, False]
@@ -218,57 +218,59 @@ def is_empty(value: Any) -> bool:
 
 
 def count_rows(path: Path | str) -> int:
-    """Rows of a file, sound or not, which is much faster than to read them. ConfigError: it cannot
-    be read."""
+    """Number of rows of a file, bad ones included, without parsing them. ConfigError: the file
+    cannot be read."""
     if is_table(path):
         with _table(path) as batches:
             return sum(batch.num_rows for batch in batches(_BATCH, columns=[]))
-    with opened(path) as file:
+    with open_rows(path) as file:
         return sum(1 for line in file if line.strip())
 
 
 @contextmanager
 def _table(path: Path | str) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Batches of the table at ``path``, of at most so many rows, see `_batches`. ConfigError: its
-    library is not installed, or cannot read it."""
-    form = _form(path)
+    """A function that yields batches of the table at ``path``, see `_batches`. ConfigError: pyarrow
+    is not installed, or cannot read the file."""
+    table_format = _table_format(path)
     try:
-        # `parquet` is an attribute of it only then.
+        # `pyarrow.parquet` is only an attribute of pyarrow after this import.
         import_module("pyarrow.parquet")
     except ImportError as error:
         raise ConfigError(
-            f"{path}: found {form}, which needs pyarrow, and that is not installed: pip install "
-            "pyarrow, or write its rows as lines of JSON"
+            f"{path}: found {table_format}, which needs pyarrow, and that is not installed: pip "
+            "install pyarrow, or write its rows as lines of JSON"
         ) from error
     try:
-        with opened(path) as file:
-            yield partial(_batches, file, form)
+        with open_rows(path) as file:
+            yield partial(_batches, file, table_format)
     except ConfigError:
         raise
-    except Exception as error:  # pyarrow's have no other base, a date in the year 30000
+    except Exception as error:  # errors of pyarrow have no common base class
         raise ConfigError(
-            f"{path}: no {form} file that can be read: {error}; write it again"
+            f"{path}: no {table_format} file that can be read: {error}; write it again"
         ) from error
 
 
 def _batches(
-    file: BinaryIO, form: str, rows: int, columns: list[str] | None = None
+    file: BinaryIO, table_format: str, rows: int, columns: list[str] | None = None
 ) -> Iterator[Any]:
-    """Batches of a table, of a parquet file those ``columns`` alone."""
+    """Batches of at most ``rows`` rows of a table. ``columns``: of a parquet file, read only these;
+    None: all."""
     arrow = import_module("pyarrow")
-    if form == "parquet":
+    if table_format == "parquet":
         yield from arrow.parquet.ParquetFile(file).iter_batches(
             rows, columns=columns, use_threads=False
         )
         return
-    # Read, not mapped: what a shared filesystem cannot read is an error then, and no signal.
+    # Read, not mapped: if a shared filesystem fails, a read raises OSError, but an access to mapped
+    # memory ends the process with SIGBUS.
     for batch in arrow.ipc.open_stream(file):
         yield from (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
 
 def _as_json(number: int, record: Record, default: Callable[[Any], str]) -> Row:
-    """``record`` as it is after it was written as JSON, what JSON has no type for as the text that
-    ``default`` makes."""
+    """``record`` after a conversion to JSON and back. ``default`` converts values for which JSON
+    has no type."""
     try:
         return number, json.loads(json.dumps(record, default=default))
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
@@ -286,7 +288,7 @@ def _text_or_uri(value: Any) -> str:
 
 
 def data_uri(data: bytes, kind: str = "application/octet-stream") -> str:
-    """``data`` as a row of text may hold it.
+    """``data`` as a data URI, a text that a row may hold.
 
     >>> data_uri(b"ab")
     'data:application/octet-stream;base64,YWI='
@@ -295,11 +297,12 @@ def data_uri(data: bytes, kind: str = "application/octet-stream") -> str:
 
 
 @contextmanager
-def opened(path: Path | str) -> Iterator[BufferedReader]:
-    """A file that is to be read. ConfigError: it cannot be."""
+def open_rows(path: Path | str) -> Iterator[BufferedReader]:
+    """A file of rows, open for reading. ConfigError: it cannot be read."""
     try:
         with open_regular(Path(path)) as file:
-            yield file
+            # `open_regular` returns what `open` of mode "rb" does.
+            yield cast("BufferedReader", file)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}; data.train and data.eval name files of "
@@ -307,15 +310,16 @@ def opened(path: Path | str) -> Iterator[BufferedReader]:
         ) from error
 
 
-def _refuse_others(path: Path | str, head: bytes) -> None:
-    found = next((kind for magic, kind in _OTHER_KINDS.items() if head.startswith(magic)), "")
-    if not found and b"\0" in head:
-        found = "not text in UTF-8 (it has NUL bytes); iconv -f UTF-16 -t UTF-8, if it is text"
-    if not found and head.lstrip().startswith(b"["):
-        found = "one JSON list; jq -c '.[]' makes a line of each entry"
-    if found:
+def _refuse_other_formats(path: Path | str, head: bytes) -> None:
+    """ConfigError: a file that begins with ``head`` is not jsonl."""
+    other = next((kind for magic, kind in _OTHER_KINDS.items() if head.startswith(magic)), "")
+    if not other and b"\0" in head:
+        other = "not text in UTF-8 (it has NUL bytes); iconv -f UTF-16 -t UTF-8, if it is text"
+    if not other and head.lstrip().startswith(b"["):
+        other = "one JSON list; jq -c '.[]' makes a line of each entry"
+    if other:
         raise ConfigError(
-            f"{path}: found {found}; allowed: jsonl, one JSON object a line, or parquet"
+            f"{path}: found {other}; allowed: jsonl, one JSON object a line, or parquet"
         )
 
 
@@ -326,7 +330,7 @@ def _record(number: int, line: bytes) -> Row:
         return BadLine(number, "broken_json", str(error))
     if not isinstance(record, dict):
         return BadLine(number, "broken_json", "no JSON object")
-    if _has_half_a_character(line, record):
+    if _has_half_surrogate(line, record):
         return BadLine(
             number, "broken_json", "half of a surrogate pair, such as \\ud800, which is no text"
         )
@@ -334,14 +338,14 @@ def _record(number: int, line: bytes) -> Row:
 
 
 def _first_repeated(names: Sequence[str]) -> str:
-    """The first of ``names`` that another one equals."""
+    """The first of ``names`` that occurs several times."""
     counts = Counter(names)
     return next(name for name in names if counts[name] > 1)
 
 
-def _has_half_a_character(line: bytes, record: Record) -> bool:
-    """Whether a text of the row cannot be written in UTF-8: JSON can name what no tokenizer, log or
-    message takes."""
+def _has_half_surrogate(line: bytes, record: Record) -> bool:
+    """Whether a text of the row has half of a surrogate pair, which UTF-8 cannot represent. JSON
+    allows it, but no tokenizer, log or message does."""
     if b"\\ud" not in line.lower():
         return False
     try:

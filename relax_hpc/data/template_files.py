@@ -1,4 +1,4 @@
-"""Chat templates of a model directory, found where transformers 5.12 finds them."""
+"""Chat templates of a model directory, searched in the same files as in transformers 5.12."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import read_json_object, read_regular
 
 MAX_CHARS = 1 << 20
-"""Characters of a template, and of the text that it renders, at most."""
+"""Maximum length of a template, and of the text that it renders."""
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of the template for any chat, and of the one for chats with tools, if a model has both."""
+"""Names of the template for any chat, and of the template for chats with tools, if a model has
+both."""
 _DIRECTORY = "additional_chat_templates"
 
 
 def find_templates(chosen: str, model_dir: Path) -> dict[str, str]:
-    """Sources of templates by name: those in ``model_dir`` if ``chosen`` is `model`, else the one
-    in the file ``chosen``. ConfigError: there are none, or one cannot be read."""
+    """Sources of templates by name: the templates in ``model_dir`` if ``chosen`` is `model`,
+    otherwise the template in the file ``chosen``. ConfigError: no template is found, or one cannot
+    be read."""
     if chosen != "model":
         if not Path(chosen).is_file():
             raise ConfigError(
@@ -51,7 +53,7 @@ def choose_template(names: Mapping[str, Any], has_tools: bool) -> str:
 
 
 def _template_files(model_dir: Path) -> dict[str, str]:
-    """Templates that have a file each."""
+    """Templates in separate files: chat_template.jinja, and the files of a folder."""
     paths = {path.stem: path for path in sorted((model_dir / _DIRECTORY).glob("*.jinja"))}
     if (model_dir / "chat_template.jinja").is_file():
         paths[DEFAULT] = model_dir / "chat_template.jinja"
@@ -59,13 +61,14 @@ def _template_files(model_dir: Path) -> dict[str, str]:
 
 
 def _processor_templates(model_dir: Path) -> dict[str, str]:
-    """The template of a processor, which models with media were published with."""
+    """Template of a processor. Models with media were once published with such a file."""
     path = model_dir / "chat_template.json"
     return _templates_in(read_json_object(path, is_optional=True).get("chat_template"), path)
 
 
 def _templates_in(value: Any, path: Path) -> dict[str, str]:
-    """Templates by name: ``value`` of a JSON file is one source, or several with their names."""
+    """Templates by name. ``value``: `chat_template` in the JSON file ``path``, one source or a list
+    of objects with name and source."""
     if value is None:
         return {}
     if isinstance(value, list):

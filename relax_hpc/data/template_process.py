@@ -1,7 +1,7 @@
 """`python -m relax_hpc.data.template_process`: a process that renders chat templates.
 
-It is a worker, see `relax_hpc.net.workers.serving`: the first message holds the templates and their
-variables, each later one a chat.
+It is a worker, see `relax_hpc.net.workers.serving`. The first message holds the templates and their
+variables, each later message holds a chat.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROBE = "probe"
 
 
 def render_requests(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the pipe is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = frames.read(requests)
@@ -51,7 +51,8 @@ def render_requests(requests: BinaryIO, answers: BinaryIO) -> None:
 @contextlib.contextmanager
 def _limited_cpu() -> Iterator[None]:
     """Kill this process if the block takes more than RENDER_CPU_S of CPU time."""
-    # The default action of SIGPROF ends this process, also within one long multiplication.
+    # The default action of SIGPROF ends the process. A Python handler would not run within one
+    # long operation, such as a multiplication of huge integers.
     signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)
     try:
         yield
@@ -104,7 +105,7 @@ class Renderer:
         return "".join(_limited(pieces))
 
     def _probe_parts(self, template: str) -> bool:
-        """Whether the template shows a content that is a list of one text as it shows the text."""
+        """Whether the template renders a content that is a list of one text like the text."""
         texts = []
         for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
             try:
@@ -115,8 +116,8 @@ class Renderer:
 
 
 def joined_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """``message`` with the texts of its parts, one after the other, as its content. ValueError: it
-    has other parts, which the template does not show."""
+    """``message`` with the joined texts of its parts as its content. ValueError: it has other
+    parts, which the template would not show."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -127,7 +128,7 @@ def joined_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limited(pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces of a text that is not longer than allowed. ValueError: it is."""
+    """``pieces`` of a text. ValueError: together they are longer than MAX_CHARS."""
     length = 0
     for piece in pieces:
         length += len(piece)
@@ -144,8 +145,8 @@ def compile_template(source: str, day: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks text of the assistant. It is a macro, as in transformers, so
-        that variables set within it end with it."""
+        """`{% generation %}`, which marks text of the assistant. It is a macro, as in transformers,
+        so that variables that are set within it do not exist after it."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -162,7 +163,7 @@ def compile_template(source: str, day: str) -> Any:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    # One date a run: a template that read the clock would ask something else after midnight.
+    # The date is fixed for a run. If a template read the clock, prompts would change at midnight.
     environment.globals["strftime_now"] = datetime.fromisoformat(day).strftime
     return environment.from_string(source)
 

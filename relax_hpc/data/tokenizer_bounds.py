@@ -1,7 +1,7 @@
 """Bounds of a tokenizer.json, checked before the Rust library `tokenizers` reads it.
 
-tokenizers 0.22 allocates what such a file asks for. An allocation that fails aborts the process,
-which no `except` catches.
+tokenizers 0.22 allocates as much memory as the file asks for. An allocation that fails aborts the
+process, which no `except` can catch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MAX_GROWTH = 1000.0
 """Factor by which all replacements of a normalizer, or of a decoder, may lengthen a text
 together."""
 MAX_STEPS = 1000
-"""Steps of a normalizer, pre-tokenizer, post-processor or decoder at most, because each one reads
-the whole text."""
+"""Maximum number of steps of a normalizer, pre-tokenizer, post-processor or decoder. Each step
+reads the whole text."""
 MAX_ADDED = 1000
-"""Characters that all steps of a normalizer, and tokens that all of a post-processor, may put
-around a text."""
+"""Maximum number of characters that all steps of a normalizer add around a text, and of tokens that
+all steps of a post-processor add."""
 _COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 """Fields of a tokenizer.json that process each text in steps."""
 _TRIE_SIZE_BYTES = 4
@@ -81,8 +81,8 @@ def _large_numbers(value: Any, field: str, depth: int = 0) -> Iterator[str]:
 
 
 def _steps(component: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Steps of a normalizer, pre-tokenizer, post-processor or decoder; those of a `Sequence` one by
-    one."""
+    """Steps of a normalizer, pre-tokenizer, post-processor or decoder, with the steps of each
+    `Sequence` after it."""
     if not isinstance(component, dict) or depth > _MAX_DEPTH:
         return
     yield component
@@ -92,8 +92,8 @@ def _steps(component: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def _template_tokens(step: dict[str, Any]) -> int:
-    """Tokens that a step `TemplateProcessing` puts around one text or two: the larger number. 0:
-    another step."""
+    """Number of tokens that a step `TemplateProcessing` puts around a text, or around a pair of
+    texts if these are more. 0 for any other step."""
     counts = []
     for template in (step.get("single"), step.get("pair")):
         names = [str(_entry(_entry(piece, "SpecialToken"), "id")) for piece in _list(template)]
@@ -123,7 +123,7 @@ def _step_problems(step: dict[str, Any]) -> Iterator[str]:
     except binascii.Error as error:
         yield f"precompiled_charsmap: no base64: {error}"
         return
-    # The map begins with the size of its trie, which is allocated as it says.
+    # The map begins with the size of its trie. tokenizers allocates that size without a check.
     size = int.from_bytes(data[:_TRIE_SIZE_BYTES], "little")
     if size > len(data) - _TRIE_SIZE_BYTES:
         yield f"precompiled_charsmap: says that its trie has {size} bytes, found {len(data)} in all"

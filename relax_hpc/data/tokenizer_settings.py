@@ -1,5 +1,5 @@
-"""Settings that stand beside tokenizer.json in a Hugging Face directory, read as transformers 5.12
-reads them."""
+"""Settings of a tokenizer outside of tokenizer.json, in other files of a Hugging Face directory,
+read like transformers 5.12 reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMED = (
 )
 """Names of special tokens that every tokenizer may have."""
 _PREFIX_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
-"""Values of `tokenizer_class` with which transformers obeys `add_prefix_space`."""
+"""Values of `tokenizer_class` for which transformers uses `add_prefix_space`."""
 CONFIG = "tokenizer_config.json"
 
 
@@ -39,11 +39,11 @@ class TokenizerSettings:
     numbered: dict[int, AddedToken] = field(default_factory=dict)
     """Added tokens with flags, by id, as `added_tokens_decoder` or added_tokens.json has them."""
     special: list[AddedToken] = field(default_factory=list)
-    """Special tokens that are named without an id."""
+    """Special tokens that the settings name without an id."""
     add_bos: bool = False
     """Whether each text begins with `bos_token`."""
     has_no_prefix: bool = False
-    """Whether the blank that tokenizer.json puts before a text is left out."""
+    """Whether no blank is put before a text, although tokenizer.json has one."""
 
 
 def read_settings(directory: Path) -> TokenizerSettings:
@@ -75,9 +75,9 @@ def read_settings(directory: Path) -> TokenizerSettings:
 
 
 def without_prefix(state: dict[str, Any]) -> tuple[dict[str, Any], bool] | None:
-    """Content of a tokenizer.json that puts no blank before a text, made of the one ``state`` of
-    tokenizers (0.22); and whether ``state`` puts one behind each added token too, not only at the
-    beginning. None: ``state`` puts none anywhere."""
+    """Content of a tokenizer.json that is ``state``, the content of another one (tokenizers 0.22),
+    without the blank before a text; and whether ``state`` puts a blank after each added token too,
+    not only at the beginning of a text. None: ``state`` puts no blank."""
     changed, is_everywhere = dict(state), False
     normalizer = state["normalizer"] or {}
     steps = normalizer.get("normalizers", [normalizer])
@@ -85,8 +85,8 @@ def without_prefix(state: dict[str, Any]) -> tuple[dict[str, Any], bool] | None:
     if len(kept) < len(steps):
         changed["normalizer"] = {"type": "Sequence", "normalizers": kept}
         is_everywhere = True
-    # Only the first step is changed: a later one puts a blank before each word, wherever a text
-    # begins.
+    # Only the first step is changed. A later step runs on pieces of the text, so that its blanks do
+    # not depend on where the text begins.
     splitter = state["pre_tokenizer"] or {}
     first, *later = splitter.get("pretokenizers") or [splitter]
     bare = first | _NO_PREFIX.get(first.get("type", ""), {})
@@ -109,14 +109,15 @@ def add_tokens(backend: Any, settings: TokenizerSettings, path: Path) -> None:
     added = [
         token for _, token in sorted(settings.numbered.items()) if repr(token) not in described
     ]
-    # Of a token that is named twice, the flags of the last name count.
+    # If two names have the same token, the flags of the last name are used.
     added += [token for token in settings.special if token.content not in contents]
     backend.add_tokens(added)
     for number, token in settings.numbered.items():
-        if (given := backend.token_to_id(token.content)) != number:
+        backend_id = backend.token_to_id(token.content)
+        if backend_id != number:
             raise ConfigError(
-                f"{path}: token {token.content!r} has the id {given}, but {number} in {CONFIG} or "
-                "added_tokens.json; download the tokenizer again"
+                f"{path}: token {token.content!r} has the id {backend_id}, but {number} in "
+                f"{CONFIG} or added_tokens.json; download the tokenizer again"
             )
 
 
@@ -146,8 +147,8 @@ def _is_token(value: Any) -> bool:
 
 
 def _added_token(value: Any) -> AddedToken:
-    """A token as JSON has it: its text, or an object with `content` and flags. ConfigError: it is
-    neither."""
+    """A token from its value in JSON: a text, or an object with `content` and flags. ConfigError:
+    it is neither."""
     from tokenizers import AddedToken
 
     if isinstance(value, str):

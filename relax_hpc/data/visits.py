@@ -18,8 +18,8 @@ def prompt_at(ticket: int, attempt: int, count: int, seed: int, shuffle: bool) -
     """Index, below `count`, of the prompt that `ticket` gets at its `attempt`.
 
     Attempt 0 visits each prompt once a pass of `count` tickets, in file order or in an order drawn
-    with `seed` for each pass. A later attempt draws from the other prompts, so that one that failed
-    is not tried again.
+    with `seed` for each pass. A later attempt draws from the other prompts, so that it does not
+    repeat the prompt of attempt 0.
     """
     number, position = divmod(ticket, count)
     first = int(_shuffled(count, seed, number)[position]) if shuffle else position
@@ -30,11 +30,11 @@ def prompt_at(ticket: int, attempt: int, count: int, seed: int, shuffle: bool) -
 
 
 class Ordered:
-    """Rows that are visited by ascending numbers, such as a difficulty, in each pass."""
+    """Order of rows by ascending numbers, such as a difficulty, in each pass."""
 
     def __init__(self, numbers: np.ndarray, seed: int, shuffle: bool) -> None:
-        """``numbers``: float64 [rows]. ``shuffle``: rows of equal numbers are shuffled, another way
-        in each pass; else they stay in the order of the file."""
+        """``numbers``: float64 [rows]. ``shuffle``: rows with equal numbers are shuffled, with
+        another order in each pass; otherwise they keep the order of the file."""
         self._numbers, self._seed, self._shuffle = numbers, seed, shuffle
         self._pass, self._indices = -1, np.zeros(0, np.uint32)
 
@@ -55,7 +55,7 @@ class Ordered:
 
 
 class Visits:
-    """Rows of the tickets of a run, of one set or several."""
+    """Assignment of rows, from one set or several, to the tickets of a run."""
 
     def __init__(
         self,
@@ -65,19 +65,17 @@ class Visits:
         shuffle: bool,
         numbers: np.ndarray | None = None,
     ) -> None:
-        """``counts``: rows of each set; they are numbered through. ``weights``: shares of the sets;
-        empty: all rows are one set. ``numbers``: float64 [rows], by which rows are visited, see
-        `Ordered`."""
+        """``counts``: number of rows of each set; row numbers continue from set to set.
+        ``weights``: shares of the sets; empty: all rows are one set. ``numbers``: float64 [rows],
+        the order of visits, see `Ordered`."""
         self._seed, self._shuffle = seed, shuffle
         self._pattern = _pattern(tuple(weights)) if weights else None
         self._counts = list(counts) if weights else [sum(counts)]
         self._starts = [0, *accumulate(self._counts)]
-        self._ordered = [
-            Ordered(numbers[start : start + count], seed, shuffle)
-            for start, count in zip(
-                self._starts, self._counts if numbers is not None else [], strict=False
-            )
-        ]
+        self._ordered: list[Ordered] = []
+        if numbers is not None:
+            for start, count in zip(self._starts, self._counts, strict=False):
+                self._ordered.append(Ordered(numbers[start : start + count], seed, shuffle))
 
     def prompt_at(self, ticket: int, attempt: int) -> int:
         """Number of the row that ``ticket`` gets at its ``attempt``."""
@@ -107,14 +105,12 @@ def _pattern(weights: Sequence[float]) -> tuple[list[int], list[int], list[int]]
     """
     shares = np.array(weights) / sum(weights) * CYCLE
     quotas = np.floor(shares).astype(int)
-    # The largest remainders get the tickets that are left over.
+    # Rounding down leaves tickets over. The sets with the largest remainders get them.
     for index in np.argsort(quotas - shares, kind="stable")[: CYCLE - quotas.sum()]:
         quotas[index] += 1
-    slots = [
-        ((rank + 0.5) / quota, index, rank)
-        for index, quota in enumerate(quotas)
-        for rank in range(quota)
-    ]
+    slots: list[tuple[float, int, int]] = []
+    for index, quota in enumerate(quotas):
+        slots += [((rank + 0.5) / quota, index, rank) for rank in range(quota)]
     slots.sort()
     return [index for _, index, _ in slots], [rank for *_, rank in slots], quotas.tolist()
 
@@ -128,8 +124,8 @@ def _shuffled(count: int, seed: int, number: int) -> np.ndarray:
 def _keys(count: int, seed: int, number: int) -> np.ndarray:
     """Random numbers uint64 [count]: SplitMix64 of (seed, pass number, index).
 
-    Not numpy's own generator: its streams may change with its version, and a resumed run must see
-    the same order.
+    numpy's own generator is not used, because its streams may change with its version. A resumed
+    run must have the same order.
     """
     with np.errstate(over="ignore"):
         z = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from relax_hpc.data.media import places_of
+from relax_hpc.data.media import read_placeholder_tokens
 from relax_hpc.data.multimodal.medium import Medium
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.queue.client.claims import APPEARS_S
@@ -25,7 +25,7 @@ class MediaReader:
         """``store``: makes the store, or finds it, once there are any. ``model``: a Hugging Face
         directory."""
         self._store = functools.cache(store)
-        self._rules = Rules.of(model) if places_of(model) else None
+        self._rules = Rules.from_model(model) if read_placeholder_tokens(model) else None
 
     def of(self, rows: Sequence[Row]) -> RowMedia | None:
         """Media that ``rows`` name, each once; None: they name none.

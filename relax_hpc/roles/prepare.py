@@ -57,7 +57,7 @@ def _prompts(run: RunDir, config: Config, model: Path) -> None:
     train = open_train(run, config, tokenizer)
     files = train.sets if isinstance(train, PromptSets) else {"train": train}
     for name, file in (files | open_evals(run, config, tokenizer)).items():
-        if note := file.left_out():
+        if note := file.bad_rows_note():
             print(escape_line(f"{NOTE}{name}: {note}"), flush=True)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from relax_hpc.config.schema import MultimodalConfig
-from relax_hpc.data.media import PromptMedium, places_of
+from relax_hpc.data.media import PromptMedium, read_placeholder_tokens
 from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
 from relax_hpc.data.multimodal.pool import Loaded
 from relax_hpc.data.multimodal.rules import Rules
@@ -40,7 +40,9 @@ class PromptMedia:
         as the run."""
         self._client, self._folder = client, evaluations
         settings = settings or MultimodalConfig()
-        self._rules = rules = Rules.of(model, settings) if places_of(model) else None
+        self._rules = rules = (
+            Rules.from_model(model, settings) if read_placeholder_tokens(model) else None
+        )
         self._ahead = MediaAhead(rules, settings, self._store_ahead) if rules else None
 
     async def close(self) -> None:

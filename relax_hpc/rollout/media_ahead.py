@@ -32,7 +32,7 @@ class MediaAhead:
             settings.mm_processor_pool_size,
             settings.ahead_mb * 1_000_000,
         )
-        self._pool = MediaPool(rules, Limits.of(settings), self._workers)
+        self._pool = MediaPool(rules, Limits.from_config(settings), self._workers)
         self._former: frozenset[Key] = frozenset()
         """Media that were expected the last time: some of them may be about to be loaded."""
         self._expected: list[Key] = []

@@ -79,14 +79,14 @@ def check_unchanged(run: RunDir, config: Config) -> None:
         return
     tokenizer = load_tokenizer(run.model)
     for path, index, name, split in indexed:
-        files = RowFiles.of(path, split)
+        files = RowFiles.from_path(path, split)
         check_same(files, index, tokenizer, _rules(config, tokenizer, files, name))
 
 
 def _opened(
     config: Config, tokenizer: Tokenizer, named: Path, index: Path, set_name: str, split: str = ""
 ) -> PromptFile:
-    files = RowFiles.of(named, split)
+    files = RowFiles.from_path(named, split)
     rules = _rules(config, tokenizer, files, set_name)
     return open_prompts(files, index, tokenizer, rules, config.data.max_bad_share)
 

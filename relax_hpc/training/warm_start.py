@@ -63,7 +63,7 @@ def warm_start(config: Config, source: Path, demonstrations: Path, target: Path)
 
     settings = config.warm_start
     tokenizer = load_tokenizer(source)
-    how = PromptRules.of(config.data, tokenizer, demonstrations.parent)
+    how = PromptRules.from_config(config.data, tokenizer, demonstrations.parent)
     with how.rendering():
         rows, media = read_demonstrations(demonstrations, how, tokenizer)
     torch.set_num_threads(config.threads)

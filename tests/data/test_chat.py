@@ -62,7 +62,7 @@ def texts(
 ) -> list[str]:
     lines = [json.dumps({"id": number, "answer": "", **row}) for number, row in enumerate(rows)]
     (path / "p.jsonl").write_text("\n".join(lines))
-    rules = PromptRules.of(DataConfig(chat_template="model", **data), tokenizer)
+    rules = PromptRules.from_config(DataConfig(chat_template="model", **data), tokenizer)
     prompts, bad = load_prompts(path / "p.jsonl", tokenizer, rules, share)
     for prompt in prompts:
         assert list(prompt.token_ids) == tokenizer.encode(
@@ -151,7 +151,7 @@ def test_messages_that_would_end_a_turn_or_that_the_template_refuses_are_bad(
 def test_of_a_prompt_that_is_too_long_the_end_may_be_taken(model: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": 1, "prompt": "0123456789", "answer": ""}))
     tokenizer = load_tokenizer(model)
-    rules = PromptRules.of(DataConfig(max_prompt_tokens=4, truncate="left"), tokenizer)
+    rules = PromptRules.from_config(DataConfig(max_prompt_tokens=4, truncate="left"), tokenizer)
     [prompt], _ = load_prompts(tmp_path / "p.jsonl", tokenizer, rules, 0.0)
     assert tokenizer.decode(list(prompt.token_ids)) == "6789" and prompt.text == "0123456789"
 

@@ -190,7 +190,7 @@ def test_a_text_that_the_tokenizer_cannot_process_costs_its_row(
 ) -> None:
     with pytest.raises(TokenizerError):
         panicking.encode(text)
-    rules = PromptRules.of(DataConfig(), panicking)
+    rules = PromptRules.from_config(DataConfig(), panicking)
     rows = [
         (1, {"id": "a", "prompt": "12?", "answer": "1"}),
         (2, {"id": "b", "prompt": text, "answer": "1"}),
@@ -307,7 +307,7 @@ def test_a_config_of_any_values_is_a_model_or_is_refused(model: Path, key: int, 
     except ConfigError:
         assert list(config_problems(changed))
     with pytest.raises(ConfigError):
-        Rules.of(model)
+        Rules.from_model(model)
 
 
 @settings(max_examples=effort(30, 1000))

@@ -90,7 +90,7 @@ def asked(model: Path, folder: Path, messages: list[dict[str, Any]], **columns: 
     row = {"id": "1", "answer": "a", "messages": messages, **columns}
     (folder / "rows.jsonl").write_text(json.dumps(row))
     tokenizer = load_tokenizer(model)
-    how = PromptRules.of(DataConfig(chat_template="model"), tokenizer, folder)
+    how = PromptRules.from_config(DataConfig(chat_template="model"), tokenizer, folder)
     with how.rendering():
         (found,), bad = load_prompts(folder / "rows.jsonl", tokenizer, how, 0.0)
     assert not bad

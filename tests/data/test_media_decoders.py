@@ -113,10 +113,10 @@ def test_frames_are_those_of_ffmpeg(codec: str, container: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "encode", "readers"),
     [
-        ("closed.mp4", H264, ["_decord_frames", "_frames_in_turn"]),
-        ("closed.webm", VP8, ["_decord_frames", "_frames_in_turn"]),
-        ("open.mp4", OPEN_H264, ["_frames_in_turn"] * 2),
-        ("x.ts", H264, ["_frames_in_turn"] * 2),
+        ("closed.mp4", H264, ["_decord_frames", "_sequential_frames"]),
+        ("closed.webm", VP8, ["_decord_frames", "_sequential_frames"]),
+        ("open.mp4", OPEN_H264, ["_sequential_frames"] * 2),
+        ("x.ts", H264, ["_sequential_frames"] * 2),
         ("x.avi", MJPEG, ["_intra_frames"] * 2),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -130,7 +130,7 @@ def test_decord_reads_a_few_frames_of_what_it_seeks_right(
 ) -> None:
     path = make_file(tmp_path / name, *moving(), encode)
     video, expected, used = read_video(str(path), LIMITS), decoded_frames(path), list[str]()
-    for reader in ("_intra_frames", "_decord_frames", "_frames_in_turn"):
+    for reader in ("_intra_frames", "_decord_frames", "_sequential_frames"):
         real = getattr(frame_reader, reader)
         monkeypatch.setattr(
             frame_reader,

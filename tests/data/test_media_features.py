@@ -55,7 +55,7 @@ def processors() -> Any:
 def test_patches_of_an_image_are_those_of_its_processors(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
-    rules = Rules.of(model_files(tmp_path))
+    rules = Rules.from_model(model_files(tmp_path))
     medium = image.load(encoded(picture(*size)), rules)
     ours = features.patches(medium, rules)
     for processor in processors():
@@ -120,7 +120,7 @@ def test_frames_and_time_stamps_are_those_of_the_processor(total: int, native: f
 def test_patches_of_a_video_are_those_of_its_processor(tmp_path: Path, count: int) -> None:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-    rules = Rules.of(model_files(tmp_path))
+    rules = Rules.from_model(model_files(tmp_path))
     frames = np.stack([np.asarray(picture(64, 96, seed)) for seed in range(count)])
     medium = Medium(Kind.VIDEO, frames, rules.video_header(count, 2.0, (64, 96)).grid)
     processor = Qwen3VLVideoProcessor(size={"shortest_edge": 4096, "longest_edge": 25165824})
@@ -152,7 +152,7 @@ def whisper(*media: Medium) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_the_spectrogram_of_a_sound_is_that_of_its_extractor(tmp_path: Path) -> None:
-    rules = Rules.of(model_files(tmp_path, "qwen3_omni_moe"))
+    rules = Rules.from_model(model_files(tmp_path, "qwen3_omni_moe"))
     long, short = heard(3.0, rules), heard(0.7716, rules)
     for medium in (long, short):
         theirs, lengths = whisper(medium)
@@ -317,7 +317,7 @@ def omni_positions(ids: list[int], apart: float, with_sound: bool) -> np.ndarray
 
 
 def test_positions_of_all_kinds_are_those_of_qwen3_omni(tmp_path: Path) -> None:
-    rules = Rules.of(model_files(tmp_path, "qwen3_omni_moe"))
+    rules = Rules.from_model(model_files(tmp_path, "qwen3_omni_moe"))
     media = {
         "picture": Header(Kind.IMAGE, (1, 6, 8)),
         "clip": Header(Kind.VIDEO, (3, 4, 6), (0.0, 1.0, 2.0)),
@@ -345,7 +345,7 @@ def test_positions_of_all_kinds_are_those_of_qwen3_omni(tmp_path: Path) -> None:
 
 
 def test_a_video_with_its_sound_is_laid_out_as_by_qwen3_omni(tmp_path: Path) -> None:
-    rules = Rules.of(model_files(tmp_path, "qwen3_omni_moe"))
+    rules = Rules.from_model(model_files(tmp_path, "qwen3_omni_moe"))
     for apart in (1.0, 2.0):
         media = {
             "picture": Header(Kind.IMAGE, (1, 6, 8)),

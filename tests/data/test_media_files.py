@@ -138,25 +138,25 @@ def test_a_configuration_changes_budgets_frames_and_limits(tmp_path: Path) -> No
     settings = MultimodalConfig(
         image_max_token_num=2, video_min_token_num=8, fps=5.0, fps_max_frames=8, frame_factor=4
     )
-    rules = Rules.of(model, settings)
+    rules = Rules.from_model(model, settings)
     assert 1 <= rules.tokens(load(IMAGE, PNG, rules)) <= 2
     video = load(VIDEO, MOVIE, rules)
     assert len(video.data) == 8 and video.grid[0] == 4 and rules.tokens(video) >= 4 * 8
     small = MultimodalConfig(
         video_total_token_num=8, image_min_token_num=100, image_resize_scale_factor=64
     )
-    changed = Rules.of(model, small)
+    changed = Rules.from_model(model, small)
     assert changed.tokens(load(VIDEO, MOVIE, changed)) <= 8
     picture_of_model = load(IMAGE, PNG, changed)
     assert changed.tokens(picture_of_model) >= 100 and not any(
         side % 64 for side in picture_of_model.data.shape[:2]
     )
-    assert Rules.of(model, MultimodalConfig()) == Rules.of(model)
-    assert Limits.of(MultimodalConfig(max_pixels=9, file_timeout_s=3.0)).pixels == 9
+    assert Rules.from_model(model, MultimodalConfig()) == Rules.from_model(model)
+    assert Limits.from_config(MultimodalConfig(max_pixels=9, file_timeout_s=3.0)).pixels == 9
     with pytest.raises(
         ConfigError, match="image_resize_scale_factor: found 28, allowed: multiples of the 32"
     ):
-        Rules.of(model, MultimodalConfig(image_resize_scale_factor=28))
+        Rules.from_model(model, MultimodalConfig(image_resize_scale_factor=28))
 
 
 def test_a_file_that_is_not_there_or_named_as_another_kind_is_refused(tmp_path: Path) -> None:

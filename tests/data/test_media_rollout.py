@@ -194,7 +194,7 @@ def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
     ((media_id, one),) = found.inputs.items()
     assert one.tokens == 4 and one.grid == (1, 4, 4)
     medium = Medium.from_bytes(stored.store.read(media_id))
-    assert (one.values == raw_features(medium, Rules.of(model))).all()
+    assert (one.values == raw_features(medium, Rules.from_model(model))).all()
     heights, widths = [2, 2, 3, 3], [2, 3, 2, 3]
     expected = [[0, 1, *place, 4, 5, 6, 7] for place in ([2] * 4, heights, widths)]
     assert found.positions(row).tolist() == expected

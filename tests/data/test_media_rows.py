@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig, MultimodalConfig
-from relax_hpc.data.media import MediaRules, places_of, spans_of
+from relax_hpc.data.media import MediaRules, read_placeholder_tokens, spans_of
 from relax_hpc.data.multimodal.bad_media import BadMedium
 from relax_hpc.data.multimodal.image import load
 from relax_hpc.data.multimodal.medium import Kind
@@ -68,7 +68,7 @@ def read(
     path = folder / "rows.jsonl"
     named = ({"id": str(number), "answer": "a", **row} for number, row in enumerate(rows))
     path.write_text("".join(f"{json.dumps(row)}\n" for row in named))
-    how = PromptRules.of(DataConfig(max_prompt_tokens=64, **data), tokenizer, folder)
+    how = PromptRules.from_config(DataConfig(max_prompt_tokens=64, **data), tokenizer, folder)
     return load_prompts(path, tokenizer, how, 1.0)
 
 
@@ -100,7 +100,9 @@ def test_parquet_holds_bytes_as_data_sets_do(tokenizer: Tokenizer, tmp_path: Pat
         {"bytes": png(seed=1), "path": "lost.png"},
     ]
     parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet")
-    how = PromptRules.of(DataConfig(multimodal_keys={"image": "picture"}), tokenizer, tmp_path)
+    how = PromptRules.from_config(
+        DataConfig(multimodal_keys={"image": "picture"}), tokenizer, tmp_path
+    )
     found = open_prompts(tmp_path / "rows.parquet", tmp_path / "index", tokenizer, how, 0.0)
     assert [one.media[0].source for one in found] == [png(), png(seed=1)]
 
@@ -248,7 +250,7 @@ def test_a_header_is_enough_for_the_index(tokenizer: Tokenizer, tmp_path: Path) 
     (tmp_path / "cut.png").write_bytes(png()[:200])
     (found,), bad = read([{"prompt": "<image>", "images": ["cut.png"]}], tokenizer, tmp_path)
     assert not bad and found.media[0].tokens == 4
-    how = PromptRules.of(DATA, tokenizer, tmp_path).media
+    how = PromptRules.from_config(DATA, tokenizer, tmp_path).media
     assert isinstance(how, MediaRules)
     with pytest.raises(BadMedium):
         load(found.media[0].source, how.rules)
@@ -288,7 +290,7 @@ def test_a_medium_that_is_gone_when_it_is_drawn_costs_its_prompt_alone(
     rows.append({"id": "b", "prompt": "b", "answer": "x", "images": []})
     (tmp_path / "one.png").write_bytes(png())
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    how = PromptRules.of(DATA, tokenizer, tmp_path)
+    how = PromptRules.from_config(DATA, tokenizer, tmp_path)
     found = open_prompts(tmp_path / "rows.jsonl", tmp_path / "index", tokenizer, how, 0.0)
     (tmp_path / "one.png").unlink()
     gone, text = found
@@ -316,7 +318,7 @@ def test_a_file_that_ends_its_decoder_costs_its_row_alone(
     data = DataConfig(
         max_prompt_tokens=64, max_bad_share=0.5, multimodal=MultimodalConfig(file_timeout_s=8.0)
     )
-    how = PromptRules.of(data, tokenizer, tmp_path)
+    how = PromptRules.from_config(data, tokenizer, tmp_path)
     found = open_prompts(tmp_path / "rows.jsonl", tmp_path / "index", tokenizer, how, 0.5)
     assert {bad.line: bad.reason for bad in found.bad} == {1: "decoder_hung", 3: "decoder_died"}
     checked = read_prompts(row_set(tmp_path / "rows.jsonl"), tokenizer, Config(data=data)).tally
@@ -376,7 +378,7 @@ def test_a_video_is_heard_too_where_that_is_wanted_in_turns_with_its_frames(
         ["video", "audio"],
         ["video"],
     ]
-    places = places_of(hearing.directory)
+    places = read_placeholder_tokens(hearing.directory)
     video, audio = places[Kind.VIDEO], places[Kind.AUDIO]
     known = len(hearing.encode(""))
     inside = heard.token_ids[known + 2 : -3]
@@ -403,7 +405,7 @@ def test_a_video_is_heard_too_where_that_is_wanted_in_turns_with_its_frames(
 
 
 def test_a_model_of_text_has_no_media(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    plain = PromptRules.of(DATA, None, tmp_path)
+    plain = PromptRules.from_config(DATA, None, tmp_path)
     assert plain.media is None
 
 
@@ -436,7 +438,7 @@ def test_tasks_demonstrate_the_prompts_that_they_have(name: str, tmp_path: Path)
     tokenizer, data = load_tokenizer(hearing_model(tmp_path / "m")), DataConfig(**small)
     task, how = (
         get_task(f"relax_hpc.examples.tasks.{name}"),
-        PromptRules.of(data, tokenizer, tmp_path).media,
+        PromptRules.from_config(data, tokenizer, tmp_path).media,
     )
     assert how
     found, bad = read(list(islice(task.rows("train", DATA), 24)), tokenizer, tmp_path, **small)
@@ -444,8 +446,8 @@ def test_tasks_demonstrate_the_prompts_that_they_have(name: str, tmp_path: Path)
 
     def asked(shown: dict[str, Any]) -> tuple[int, ...]:
         ids, known = shown["token_ids"], shown["prompt_len"]
-        expanded, _ = how.placed(
-            ids[:known], how.taken(shown), functools.partial(tokenizer.encode, special=False)
+        expanded, _ = how.expand_placeholders(
+            ids[:known], how.take_columns(shown), functools.partial(tokenizer.encode, special=False)
         )
         return tuple(expanded)
 

@@ -266,7 +266,7 @@ def test_a_prompt_has_as_many_tokens_as_the_options_of_its_images_leave(tmp_path
     make_tiny_model(tmp_path / "m", TinyModelConfig(vision_layers=2, chat=True), 0)
     (tmp_path / "big.png").write_bytes(png(512, 512))
     tokenizer = load_tokenizer(tmp_path / "m")
-    rules = PromptRules.of(
+    rules = PromptRules.from_config(
         DataConfig(chat_template="model", max_prompt_tokens=4096), tokenizer, tmp_path
     )
     parts = [

@@ -180,7 +180,7 @@ def test_a_file_that_was_changed_is_refused_by_name(
     assert len(opened(path, tokenizer)) == 3
     change(path)
     how = "(found [0-9]+ bytes, had [0-9]+|other bytes, as many as before)"
-    text = rf"p\.jsonl: has changed since the run began \({how}\), .* or remove .*of\.index to go"
+    text = rf"p\.jsonl: has changed since the run began \({how}\), .* or remove .*of\.index to"
     with pytest.raises(ConfigError, match=text):
         opened(path, tokenizer)
     (tmp_path / "of.index").unlink()
@@ -224,9 +224,11 @@ def test_the_index_is_made_once_and_again_for_other_files(
 ) -> None:
     path, other = write(tmp_path / "p.jsonl", 1, 2), write(tmp_path / "o.jsonl", 1, 2, 3)
     made: list[Path] = []
-    build = prompt_file.build
+    build = prompt_file.build_index
     monkeypatch.setattr(
-        prompt_file, "build", lambda files, *rest: made.append(files.lines) or build(files, *rest)
+        prompt_file,
+        "build_index",
+        lambda files, *rest: made.append(files.lines) or build(files, *rest),
     )
     for _ in range(3):
         assert len(opened(path, tokenizer)) == 2

@@ -61,8 +61,8 @@ def test_what_datasets_has_saved_is_read_with_its_images(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     requires("pyarrow")
-    files = RowFiles.of(f"{SAVED}#train")
-    how = PromptRules.of(DATA, tokenizer, files.folder)
+    files = RowFiles.from_path(f"{SAVED}#train")
+    how = PromptRules.from_config(DATA, tokenizer, files.folder)
     found = open_prompts(f"{SAVED}#train", tmp_path / "index", tokenizer, how, 0.0)
     assert [one.prompt_id for one in found] == ["t0", "t1", "t2", "t3", "t4"] and files.count() == 5
     assert [one.metadata for one in found] == [{"level": level} for level in range(5)]
@@ -71,7 +71,10 @@ def test_what_datasets_has_saved_is_read_with_its_images(
     assert all(
         one.media[0].source.startswith(b"\x89PNG") and IMAGE in one.token_ids for one in found
     )
-    assert [RowFiles.of(SAVED / "test").count(), RowFiles.of(f"{SAVED}#test").count()] == [2, 2]
+    assert [
+        RowFiles.from_path(SAVED / "test").count(),
+        RowFiles.from_path(f"{SAVED}#test").count(),
+    ] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -117,12 +120,14 @@ def test_files_of_a_folder_are_those_that_datasets_finds(
     write(tmp_path, dict.fromkeys((*others, *chain.from_iterable(splits.values())), ()))
     (tmp_path / "README.md").write_text(readme)
     for split, names in splits.items():
-        assert RowFiles.of(f"{tmp_path}#{split}").paths == tuple(tmp_path / name for name in names)
+        assert RowFiles.from_path(f"{tmp_path}#{split}").paths == tuple(
+            tmp_path / name for name in names
+        )
     if len(splits) > 1:
         with pytest.raises(ConfigError, match=r"found a folder of several splits, allowed: .*#"):
-            RowFiles.of(tmp_path)
+            RowFiles.from_path(tmp_path)
     with pytest.raises(ConfigError, match=f"found no such split, allowed: .*#{next(iter(splits))}"):
-        RowFiles.of(f"{tmp_path}#other")
+        RowFiles.from_path(f"{tmp_path}#other")
 
 
 MAIN, OTHER = "m/train.jsonl", "s/train.jsonl"
@@ -160,10 +165,10 @@ def test_rows_that_a_readme_leaves_out_are_not_read(
     write(tmp_path, dict.fromkeys(files, ()))
     (tmp_path / "README.md").write_text(f"---\nconfigs: [{configs}]\n---\n")
     if isinstance(expected, list):
-        assert RowFiles.of(tmp_path).paths == tuple(tmp_path / name for name in expected)
+        assert RowFiles.from_path(tmp_path).paths == tuple(tmp_path / name for name in expected)
         return
     with pytest.raises(ConfigError, match=expected):
-        RowFiles.of(tmp_path)
+        RowFiles.from_path(tmp_path)
 
 
 def test_bad_rows_of_several_files_are_named_by_file_and_line(
@@ -175,13 +180,13 @@ def test_bad_rows_of_several_files_are_named_by_file_and_line(
     named, where = f"{folder}#train", tmp_path / "index"
     found = open_prompts(named, where, tokenizer, PromptRules(64), 0.5)
     assert [one.prompt_id for one in found] == ["1", "2", "3"]
-    assert [(found.place_of(bad.line), bad.reason) for bad in found.bad] == [
+    assert [(found.location_of(bad.line), bad.reason) for bad in found.bad] == [
         ("a.jsonl, line 3", "broken_json"),
         ("b.jsonl, line 3", "duplicate_id"),
     ]
     # By an index that is there, too.
     again = open_prompts(named, where, tokenizer, PromptRules(64), 0.5)
-    assert again[:] == found[:] and again.place_of(6) == "b.jsonl, line 3"
+    assert again[:] == found[:] and again.location_of(6) == "b.jsonl, line 3"
     tally = read_prompts(row_set(named), tokenizer, Config(data=DATA)).tally
     assert "1 duplicate_id (first b.jsonl, line 3: id 1)" in tally.problem(0.0, 6)
     with pytest.raises(ConfigError, match=r"1 broken_json \(first a\.jsonl, line 3: "):
@@ -212,9 +217,9 @@ def test_a_folder_that_has_changed_since_it_was_indexed_is_refused(
     shutil.copy(folder / "b.jsonl", tmp_path / "kept")
     (folder / "b.jsonl").write_text(json.dumps(rows("3")[0]) + "\n")
     with pytest.raises(ConfigError, match=r"has changed since the run began.*other bytes"):
-        check_same(RowFiles.of(folder), where, tokenizer, PromptRules(64))
+        check_same(RowFiles.from_path(folder), where, tokenizer, PromptRules(64))
     shutil.copy(tmp_path / "kept", folder / "b.jsonl")
-    check_same(RowFiles.of(folder), where, tokenizer, PromptRules(64))
+    check_same(RowFiles.from_path(folder), where, tokenizer, PromptRules(64))
     write(folder, {"c.jsonl": rows("4")})
     with pytest.raises(ConfigError, match="has changed since the run began"):
         open_prompts(folder, where, tokenizer, PromptRules(64), 0.0)
@@ -282,7 +287,7 @@ def test_a_saved_data_set_names_no_file_outside_of_its_folder(
     (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "a.jsonl"}]}')
     (folder / name).write_text(json.dumps(LEAVING[name][number]).replace("{}", str(tmp_path)))
     with pytest.raises(ConfigError, match=f"{name}: found .*, allowed: files inside of {folder}"):
-        RowFiles.of(folder)
+        RowFiles.from_path(folder)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +319,7 @@ def test_a_readme_names_no_file_outside_of_its_folder(tmp_path: Path, text: str)
         ConfigError,
         match=r"README\.md: (data_files: )?found .*, allowed: (patterns of )?files inside of",
     ):
-        RowFiles.of(folder)
+        RowFiles.from_path(folder)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "a" * 5000], ids=["nul", "surrogate", "long"])
@@ -330,7 +335,7 @@ def test_a_name_that_no_file_can_have_is_an_error_of_the_folder(
     }
     (folder / file).write_text(texts[file])
     with pytest.raises(ConfigError, match="set"):
-        RowFiles.of(folder)
+        RowFiles.from_path(folder)
 
 
 def test_a_snapshot_of_the_hub_has_its_files_in_the_blobs_of_its_repository(tmp_path: Path) -> None:
@@ -342,7 +347,7 @@ def test_a_snapshot_of_the_hub_has_its_files_in_the_blobs_of_its_repository(tmp_
     snapshot.mkdir(parents=True)
     (snapshot / "x.jsonl").symlink_to("../../blobs/b2")
     (snapshot / "README.md").write_text("---\nconfigs: [{data_files: x.jsonl}]\n---\n")
-    assert RowFiles.of(snapshot).paths == (snapshot / "x.jsonl",)
+    assert RowFiles.from_path(snapshot).paths == (snapshot / "x.jsonl",)
 
 
 def test_a_link_of_another_user_to_a_file_of_the_reader_is_not_followed(
@@ -351,7 +356,7 @@ def test_a_link_of_another_user_to_a_file_of_the_reader_is_not_followed(
     folder = write(tmp_path / "set", {"a.jsonl": rows("1")})
     write(tmp_path, {"shared.jsonl": rows("2")})
     (folder / "link.jsonl").symlink_to(tmp_path / "shared.jsonl")
-    assert len(RowFiles.of(folder).paths) == 2
+    assert len(RowFiles.from_path(folder).paths) == 2
     owner = Path.lstat
     monkeypatch.setattr(
         Path, "lstat", lambda path: SimpleNamespace(st_uid=7, st_mode=owner(path).st_mode)
@@ -359,4 +364,4 @@ def test_a_link_of_another_user_to_a_file_of_the_reader_is_not_followed(
     with pytest.raises(
         ConfigError, match=f"link.jsonl: a link of another user to {tmp_path}/shared.jsonl"
     ):
-        RowFiles.of(folder)
+        RowFiles.from_path(folder)

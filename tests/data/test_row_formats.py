@@ -52,7 +52,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def prompts(tokenizer: Tokenizer, *rows: Row, **data: Any) -> list[Prompt | BadLine]:
     """What each row becomes with the model's template."""
-    rules = PromptRules.of(DataConfig(**{"chat_template": "model", **data}), tokenizer)
+    rules = PromptRules.from_config(DataConfig(**{"chat_template": "model", **data}), tokenizer)
     with rules.rendering():
         return [
             prompt_of(number, row, tokenizer, rules) for number, row in enumerate(rows, start=1)
@@ -424,7 +424,7 @@ def sets_of(tokenizer: Tokenizer, folder: Path, counts: dict[str, int], **data: 
             {"prompt": f"{number}=", "answer": "", "level": number % 3} for number in range(count)
         ]
         path = write_rows(folder / f"{name}.jsonl", *rows)
-        rules = PromptRules.of(config, tokenizer, folder, name)
+        rules = PromptRules.from_config(config, tokenizer, folder, name)
         files[name] = open_prompts(path, folder / f"{name}.index", tokenizer, rules, 0.0)
     return PromptSets(files)
 
@@ -568,7 +568,7 @@ def test_a_folder_has_the_splits_that_datasets_finds(
         write_rows(folder / name, {"id": name, "prompt": "1", "answer": "1"})
     theirs = set(splits(folder))
     try:
-        files = RowFiles.of(folder, "train")
+        files = RowFiles.from_path(folder, "train")
     except ConfigError as error:
         unread = len(theirs) == 1 and "would not be read" in str(error)
         assert unread or len(theirs) > 1 or "train" not in theirs, error
@@ -581,11 +581,15 @@ def test_a_folder_of_another_split_is_not_trained_on_unless_it_is_named(tmp_path
     with pytest.raises(
         ConfigError, match=r"found split 'test' alone, expected 'train'; .* name it: .*#test"
     ):
-        RowFiles.of(tmp_path, "train")
-    assert RowFiles.of(f"{tmp_path}#test", "train").count() == RowFiles.of(tmp_path).count() == 1
+        RowFiles.from_path(tmp_path, "train")
+    assert (
+        RowFiles.from_path(f"{tmp_path}#test", "train").count()
+        == RowFiles.from_path(tmp_path).count()
+        == 1
+    )
     (tmp_path / "more.csv").write_text("a,b\n")
     with pytest.raises(ConfigError, match=r"found more\.csv, which would not be read"):
-        RowFiles.of(tmp_path)
+        RowFiles.from_path(tmp_path)
 
 
 # -- demonstrations --------------------------------------------------------------------------------
@@ -756,7 +760,7 @@ def test_both_responses_of_a_pair_see_the_images_of_the_row(tmp_path: Path) -> N
     assert reasons(made[2:])[0].startswith("missing_file: ")
     assert (
         reasons(made[2:])[1]
-        == "media_mismatch: a medium stands in what the assistant says, which is learned"
+        == "media_mismatch: a medium stands in a turn of the assistant that is learned"
     )
 
 
@@ -765,7 +769,7 @@ def test_rules_of_examples_have_all_that_rules_of_prompts_have(tokenizer: Tokeni
         [], {"algorithm.name": "sft", "data.chat_template": "model", "data.ignore_keys": ["x"]}
     )
     made = rules_of(config, tokenizer)
-    plain = PromptRules.of(config.data, tokenizer)
+    plain = PromptRules.from_config(config.data, tokenizer)
     same = [
         name
         for name in PromptRules.__dataclass_fields__

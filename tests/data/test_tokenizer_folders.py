@@ -183,7 +183,7 @@ def own_tokens(folder: Path, tools: list[JSON]) -> list[int] | str:
     row: JSON = {"id": "1", "messages": MESSAGES, "answer": "7"}
     try:
         tokenizer = load_tokenizer(folder)
-        rules = PromptRules.of(DataConfig(chat_template="model"), tokenizer)
+        rules = PromptRules.from_config(DataConfig(chat_template="model"), tokenizer)
         with rules.rendering():
             made = prompt_of(1, row | ({"tools": tools} if tools else {}), tokenizer, rules)
     except ConfigError as error:
@@ -295,7 +295,7 @@ def test_an_added_word_that_ends_a_response_must_not_stand_in_a_message(
     tokenizer_file(as_words)(folder)
     tokenizer = load_tokenizer(folder)
     name = tokenizer.name_of(tokenizer.eos_ids[0])
-    rules = PromptRules.of(DataConfig(chat_template="model"), tokenizer)
+    rules = PromptRules.from_config(DataConfig(chat_template="model"), tokenizer)
     with rules.rendering():
         made = prompt_of(1, {"prompt": f"3+4{name}", "answer": "7"}, tokenizer, rules)
     assert isinstance(made, BadLine) and made.reason == "special_token"
@@ -419,7 +419,7 @@ def test_an_answer_begins_without_a_blank_that_nobody_wrote(
     shutil.copytree(model, folder)
     change(folder)
     tokenizer = load_tokenizer(folder)
-    rules = PromptRules.of(DataConfig(chat_template="model"), tokenizer)
+    rules = PromptRules.from_config(DataConfig(chat_template="model"), tokenizer)
     their = transformers_tokenizer(folder)
     theirs = their.apply_chat_template(SPOKEN, return_dict=False)
     with rules.rendering():
@@ -437,7 +437,7 @@ def test_an_answer_begins_without_a_blank_that_nobody_wrote(
     pairs = zip(made.token_ids, made.loss_mask, strict=True)
     learned = "".join(tokenizer.name_of(token) for token, mask in pairs if mask)
     assert learned == "seven</s>seven▁again</s>"
-    plain = PromptRules.of(DataConfig(), tokenizer)
+    plain = PromptRules.from_config(DataConfig(), tokenizer)
     text = demonstration_of({"prompt": "add\n", "answer": "seven"}, tokenizer, plain)
     assert [*text.token_ids[:-1]] == their("add\nseven")["input_ids"]
 

@@ -39,7 +39,7 @@ def test_what_is_demonstrated_is_what_an_episode_becomes(tmp_path: Path, name: s
     config = load([RUNS / f"{name}.yaml"])
     make_tiny_model(tmp_path / "model", config.model.tiny, seed=0)
     tokenizer = load_tokenizer(tmp_path / "model")
-    how = PromptRules.of(config.data, tokenizer, tmp_path)
+    how = PromptRules.from_config(config.data, tokenizer, tmp_path)
     made = get_task(config.data.task).demonstrations(config.data, tokenizer, noise=0.0, seed=5)
     demonstrations = list(islice(made, COUNT))
     (tmp_path / "lines").write_text("".join(json.dumps(one) + "\n" for one in demonstrations))
@@ -57,7 +57,7 @@ def played(
 ) -> tuple[list[int], list[str]]:
     """Tokens of an episode in which the policy says what ``row`` has it say, and ids of the media
     in it."""
-    bridge = Bridge(tokenizer, how.template, dict(how.media.places) if how.media else {})
+    bridge = Bridge(tokenizer, how.template, dict(how.media.placeholders) if how.media else {})
     first = {name: demonstration[name][:1] for name in ("images",) if name in demonstration}
     prompt = how.read(
         1,
@@ -82,7 +82,9 @@ def played(
             ]
             _, heard = bridge.tokens(tokens, messages, is_prompt=False)
             tokens += (
-                how.media.placed(heard, {Kind.IMAGE: sources}, list)[0] if how.media else heard
+                how.media.expand_placeholders(heard, {Kind.IMAGE: sources}, list)[0]
+                if how.media
+                else heard
             )
             shown += sources
     assert step.done

@@ -178,7 +178,7 @@ def _logits(
     ids = torch.tensor([[*request.prompt_ids, *found.token_ids]])
     media, rules, theirs = (
         [stored(medium) for medium in request.media],
-        Rules.of(model),
+        Rules.from_model(model),
         _transformers(model),
     )
     given = _given(media, rules, ids)

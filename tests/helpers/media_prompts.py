@@ -61,7 +61,7 @@ def placed(
     """A prompt with a place for each of some media, which are stored, and text around them;
     ``heard``: whether videos are heard, too."""
     data = DataConfig(multimodal=MultimodalConfig(use_audio_in_video=heard))
-    tokenizer, rules = load_tokenizer(model), MediaRules.of(data, model, Path())
+    tokenizer, rules = load_tokenizer(model), MediaRules.from_config(data, model, Path())
     assert rules
     sources: Columns = {
         kind: deque(data_uri(one) for found, one in media if found is kind) for kind in Kind
@@ -69,7 +69,9 @@ def placed(
     text = "a" + "".join(f"<{kind}>b" for kind, _ in media)
     encode = functools.partial(tokenizer.encode, special=False)
     named = {kind: some for kind, some in sources.items() if some}
-    ids, found = rules.placed(rules.encoded(text, named, tokenizer, False), named, encode)
+    ids, found = rules.expand_placeholders(
+        rules.encode_with_marks(text, named, tokenizer, False), named, encode
+    )
 
     def kept(medium: PromptMedium) -> PromptMedium:
         blob = store.put(load(medium.kind, medium.source, rules.rules).to_bytes())

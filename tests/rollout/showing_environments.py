@@ -60,10 +60,10 @@ def shown(
     client: Any = SimpleNamespace(config=Config(), media=seeing.store, tickets=tickets)
     model, asked = seeing.models[0], seeing.asked(png(seed=5))
     tokenizer, media = load_tokenizer(model), PromptMedia(client, model, folder / "evaluations")
-    how = MediaRules.of(DataConfig(), model, folder)
+    how = MediaRules.from_config(DataConfig(), model, folder)
     assert how
     bridge, observed = (
-        Bridge(tokenizer, None, dict(how.places)),
+        Bridge(tokenizer, None, dict(how.placeholders)),
         ObservedMedia(media, how, tokenizer),
     )
     stage = OnEnvironments(

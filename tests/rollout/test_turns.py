@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import EnvironmentConfig
-from relax_hpc.data.media import Place, PromptMedium
+from relax_hpc.data.media import PlaceholderTokens, PromptMedium
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.environments.base import (
@@ -310,7 +310,7 @@ class Placing:
 
 def rows_with_pictures(*contexts: Context | None, pictured: Sequence[int]) -> list[Row]:
     """Rows of an episode whose environment shows pictures."""
-    bridge = Bridge(TOKENIZER, TEMPLATE, {Kind.IMAGE: Place(PICTURE)})
+    bridge = Bridge(TOKENIZER, TEMPLATE, {Kind.IMAGE: PlaceholderTokens(PICTURE)})
     rules = Rules(bridge, TOKENIZER, EnvironmentConfig(), Placing())
     playing = Player(
         OnEnvironments(Inside(lambda: Going(*contexts, pictured=pictured)), rules),

@@ -136,7 +136,9 @@ class Loop:
         self.config = config
         self.tokenizer = load_tokenizer(run.model)
         train, data = Path(config.data.train or run.data / "train.jsonl"), config.data
-        rows = prompts_of(read_rows(train), self.tokenizer, PromptRules.of(data, self.tokenizer))
+        rows = prompts_of(
+            read_rows(train), self.tokenizer, PromptRules.from_config(data, self.tokenizer)
+        )
         self.prompts = [row for row in rows if isinstance(row, Prompt)]
         self.reward = get_reward(train_reward(config))
         initial = Path(config.model.reference_path or run.model)

@@ -98,7 +98,7 @@ def differences(run: RunDir, rows: Sequence[Row]) -> list[np.ndarray]:
     policy, store = routed_policy(run.model), MediaStore(run.media)
     media = {name: Medium.from_bytes(store.read(name)) for name in media_ids(rows)}
     plain = [{name: value for name, value in row.items() if name != "loss_mask"} for row in rows]
-    seen = RowMedia.from_media(media, Rules.of(run.model))
+    seen = RowMedia.from_media(media, Rules.from_model(run.model))
     given = collate(plain, 0, "cpu", policy.pack_split, policy.row_fields, media=seen)
     trained = [row["loss_mask"] > 0 for row in rows]
     drawn = np.concatenate(

@@ -59,4 +59,4 @@ def test_missing_demonstrations_are_named(tmp_path: Path):
 def rules_of_a_model(directory: Path) -> tuple[PromptRules, Tokenizer]:
     write_tokenizer(directory)
     tokenizer = load_tokenizer(directory)
-    return PromptRules.of(DataConfig(), tokenizer), tokenizer
+    return PromptRules.from_config(DataConfig(), tokenizer), tokenizer

@@ -54,7 +54,7 @@ class Passes:
         self.model = PolicyModel(read_config(model), ModelConfig(), ParallelConfig())
         self.model.load_hf(model)
         self.trainer = Trainer(self.model, Sft(), OptimizerConfig(lr=1e-6), temperature=1.0)
-        self.media, self.rules, self.max_tokens = media, Rules.of(model), max_tokens
+        self.media, self.rules, self.max_tokens = media, Rules.from_model(model), max_tokens
 
     def seconds(self, rows: Rows) -> float:
         """Seconds of the passes over ``rows``; what comes before, and the step of the optimizer,

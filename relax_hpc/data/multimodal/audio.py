@@ -1,4 +1,4 @@
-"""Sounds of files, of videos too: one channel, float32, at the rate that the model hears."""
+"""Sounds of audio and video files: one channel, float32, at the sample rate of the model."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.medium import Header, Kind, Medium
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.multimodal.sound_reader import read_sound, sound_length
-from relax_hpc.data.multimodal.source import Source, opened, path_of
+from relax_hpc.data.multimodal.source import Source, open_source, path_of
 
 
 def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header:
-    """Header of a sound. It is decoded, unless its file says how many samples it has.
+    """Header of a sound. The sound is decoded unless the file's header has the number of samples.
 
-    BadMedium: it is none, is damaged, over a limit, or of no format that is read.
+    BadMedium: it is not a sound, is damaged, exceeds a limit, or has a format that is not read.
     """
     limits = limits or Limits()
-    with opened(source, Kind.AUDIO, limits) as file, path_of(file) as path:
+    with open_source(source, Kind.AUDIO, limits) as file, path_of(file) as path:
         samples, rate = sound_length(path, limits)
     return rules.audio_header(_checked_length(resampled_length(samples, rate, rules.rate), rules))
 
 
 def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
-    """A sound as it is stored. BadMedium: as `header`, or it has NaN or infinity among its
-    samples."""
+    """A sound in its stored form. BadMedium: see `header`; or a sample is NaN or infinity."""
     limits = limits or Limits()
-    with opened(source, Kind.AUDIO, limits) as file, path_of(file) as path:
+    with open_source(source, Kind.AUDIO, limits) as file, path_of(file) as path:
         sound = read_sound(path, limits)
     samples = sound.samples
     _checked_length(resampled_length(len(samples), sound.rate, rules.rate), rules)
@@ -41,7 +40,7 @@ def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
 
 
 def resampled_length(samples: int, rate: int, model_rate: int) -> int:
-    """Samples that a sound has at another rate, rounded as by librosa."""
+    """Number of samples of a sound at another rate, rounded like in librosa."""
     return math.ceil(samples * (model_rate / rate))
 
 
@@ -51,9 +50,8 @@ def resampled(samples: np.ndarray, rate: int, model_rate: int) -> np.ndarray:
     It calls librosa's resampler, soxr, and fixes the length as librosa does: the samples are equal
     bit for bit. librosa 0.11.0 itself compiles other functions of its module when
     `librosa.resample` is first used, which takes 10 s and 340 MB. With numba's cache on the node it
-    takes 1.1 s and 210 MB in each worker, and soxr takes 5 ms. NUMBA_DISABLE_JIT is no way out: the
-    import of `librosa.core.audio` then fails, because numba 0.65.1 compiles its gufuncs all the
-    same.
+    takes 1.1 s and 210 MB in each worker, and soxr takes 5 ms. NUMBA_DISABLE_JIT does not help:
+    with it the import of `librosa.core.audio` fails, because numba 0.65.1 still compiles gufuncs.
     """
     if rate == model_rate:
         return samples
@@ -65,7 +63,7 @@ def resampled(samples: np.ndarray, rate: int, model_rate: int) -> np.ndarray:
 
 
 def _checked_length(samples: int, rules: Rules) -> int:
-    """``samples``, if there are enough for a spectrum."""
+    """``samples``, the number of samples of a sound. BadMedium: too few for a spectrum."""
     if not samples:
         raise BadMedium(Reason.EMPTY, "no samples")
     if samples <= rules.window // 2:

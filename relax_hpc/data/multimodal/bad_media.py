@@ -1,4 +1,5 @@
-"""Reasons why a medium cannot be used: one a sample, by which it is counted and quarantined."""
+"""Reasons why a medium cannot be used. A sample with such a medium is counted and quarantined under
+that reason."""
 
 from __future__ import annotations
 
@@ -10,22 +11,20 @@ class Reason(StrEnum):
 
     MISSING = "missing_file"
     EMPTY = "empty_file"
-    """No bytes, or a header and no samples."""
+    """No bytes, or a header without samples."""
     LARGE = "large_file"
     """More bytes than `max_bytes`."""
     URI = "bad_uri"
-    """No path, file URI or data URI, or a data URI whose content cannot be decoded."""
+    """Neither path, file URI nor data URI; or a data URI whose content cannot be decoded."""
     MISLABELLED = "mislabelled"
-    """Content of another kind than the prompt says: a sound where an image should be, a page of
-    HTML."""
+    """Content of another kind than in the prompt: a sound instead of an image, a page of HTML."""
     EXTENSION = "wrong_extension"
-    """Content of the right kind in a file that is named as one of another kind."""
+    """Content of the right kind in a file whose extension means another kind."""
     UNSUPPORTED = "unsupported_format"
     """A format, codec or range of values that no decoder of the allow-list reads correctly."""
     CORRUPTED = "corrupted"
     TRUNCATED = "truncated"
-    """Shorter than the file itself says, found by a decoder or, where that is silent, by
-    comparing."""
+    """Shorter than the file's header says. A decoder reports it, or a comparison finds it."""
     NO_STREAM = "no_stream"
     """A container without a video, or without sound."""
     PIXELS = "too_many_pixels"
@@ -36,19 +35,19 @@ class Reason(StrEnum):
     NOT_FINITE = "not_finite"
     """NaN or infinity among the samples of a sound."""
     HUNG = "decoder_hung"
-    """Past the time limit of a file; its worker was killed."""
+    """Decoding exceeded the time limit of a file; its worker was killed."""
     MEMORY = "decoder_memory"
-    """Past the memory limit of a worker."""
+    """Decoding exceeded the memory limit of a worker."""
     DIED = "decoder_died"
     """The worker that decoded it ended."""
     KIND = "kind_not_taken"
-    """A kind of medium that the model does not take."""
+    """A kind of medium that the model does not support."""
     BLOB = "damaged_blob"
-    """Stored bytes that are no medium."""
+    """Stored bytes that are not a medium."""
     OPTION = "bad_option"
-    """An option of a part, such as `max_pixels`, that is unknown or impossible."""
+    """An option of a part, such as `max_pixels`, that is unknown or has an invalid value."""
     SPANS = "media_mismatch"
-    """Spans that do not fit their media."""
+    """Spans or placeholders that do not fit the media."""
 
 
 class BadMedium(Exception):

@@ -1,5 +1,5 @@
-"""A worker that decodes media for callers that are no coroutines: whoever reads rows, or
-demonstrations."""
+"""A pool of one media worker with blocking calls, for code that is not in an event loop, such as
+the readers of rows and demonstrations."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ T = TypeVar("T")
 
 
 class BlockingMediaPool:
-    """Pool of one worker, which starts with the first medium and ends with this object; safe to use
-    from threads."""
+    """Pool of one worker, which starts with the first medium and ends with this object. Threads may
+    share it."""
 
     def __init__(self, rules: Rules, limits: Limits) -> None:
         self._pool, self._loop = MediaPool(rules, limits), asyncio.new_event_loop()
-        # The kernel ends a worker with the thread that has started it, so it is one that stays.
-        threading.Thread(target=_serve, args=(self._loop,), name="media", daemon=True).start()
-        weakref.finalize(self, _end, self._pool, self._loop).atexit = False
+        # The kernel kills a worker when the thread that started it ends (PR_SET_PDEATHSIG). So one
+        # thread that lives as long as this object starts all workers.
+        threading.Thread(target=_run_loop, args=(self._loop,), name="media", daemon=True).start()
+        weakref.finalize(self, _end_pool, self._pool, self._loop).atexit = False
 
     def header(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Header:
         """Header of a medium. BadMedium: it cannot be used."""
-        return self._waited(self._pool.header(kind, source, options))
+        return self._await_result(self._pool.header(kind, source, options))
 
     def load(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Loaded:
         """A medium. BadMedium: it cannot be used."""
-        return self._waited(self._pool.load(kind, source, options))
+        return self._await_result(self._pool.load(kind, source, options))
 
     def close(self) -> None:
         """End the worker; the next medium starts another."""
-        self._waited(self._pool.close())
+        self._await_result(self._pool.close())
 
-    def _waited(self, work: Coroutine[Any, Any, T]) -> T:
-        # The pool itself gives up a file whose time is over.
+    def _await_result(self, work: Coroutine[Any, Any, T]) -> T:
+        # Without a timeout: the pool has one for each file.
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
 
 
-def _end(pool: MediaPool, loop: asyncio.AbstractEventLoop) -> None:
+def _end_pool(pool: MediaPool, loop: asyncio.AbstractEventLoop) -> None:
     async def close() -> None:
         await pool.close()
         loop.stop()

@@ -1,7 +1,7 @@
-"""Length that a file has by its own container. Decoders read what a shorter file holds, without an
-error.
+"""Length of a file as declared in its container. If a file is shorter, decoders read its remains
+without an error.
 
-MPEG streams, ADTS, AC-3 and AMR do not say how long they are.
+MPEG streams, ADTS, AC-3 and AMR do not declare a length.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import BinaryIO
 
 _EBML, _SEGMENT = b"\x1aE\xdf\xa3", b"\x18S\x80g"
 _OPEN = 0x7FFFF000
-"""Length from which on a chunk has none: what writes into a pipe cannot know it."""
-_MOST_BOXES = 10_000
-_MOST_TAIL = 65_307
-"""Bytes of a page of Ogg at most."""
+"""Smallest value that means an unknown length. Programs that write into a pipe cannot know it."""
+_MAX_BOXES = 10_000
+_MAX_TAIL = 65_307
+"""Maximum size of a page of Ogg."""
 _HEADER_BYTES = 4096
-"""Bytes in which the header of ASF, FLV or MP3 says how long the file is."""
+"""Size of the part of an ASF, FLV or MP3 file that contains its length."""
 _ASF = b"\x30\x26\xb2\x75"
 _ASF_PROPERTIES = bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365")
 _MP3_FRAME = 1441
-"""Bytes of a frame of MP3 at most. Some taggers leave out one."""
+"""Maximum size of a frame of MP3. Some taggers count one frame less."""
 
 
 def declared_bytes(file: BinaryIO, size: int) -> int:
-    """Bytes that a file of ``size`` should have by its own container, 0 where it does not say."""
+    """Size in bytes that the container of a file of ``size`` bytes declares; 0: none."""
     file.seek(0)
     head = file.read(12)
     if head[:4] in (b"RIFF", b"FORM"):
@@ -39,9 +39,9 @@ def declared_bytes(file: BinaryIO, size: int) -> int:
     if head[:4] == b"OggS":
         return _ogg(file, size)
     if head[:4] == _ASF:
-        return _number_behind(file, _ASF_PROPERTIES, 24, "<Q")
+        return int(_number_after(file, _ASF_PROPERTIES, 24, "<Q"))
     if head[:3] == b"FLV":
-        return int(_number_behind(file, b"\0\x08filesize\0", 0, ">d"))
+        return int(_number_after(file, b"\0\x08filesize\0", 0, ">d"))
     if head[:4] == b"GIF8":
         return _gif(file, size)
     if head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] >= 0xE0):
@@ -50,14 +50,15 @@ def declared_bytes(file: BinaryIO, size: int) -> int:
 
 
 def _chunk(head: bytes, form: str) -> int:
-    """End of the one chunk that a RIFF or AIFF file is, less its own header, with which not all
-    writers reckon."""
+    """Length of the single chunk of a RIFF or AIFF file. The 8 bytes of its header are not added,
+    because some writers include them."""
     (length,) = struct.unpack(form, head[4:8])
     return length if length < _OPEN else 0
 
 
 def _long_riff(file: BinaryIO, head: bytes) -> int:
-    """Length by the 64 bits of W64 and RF64; the latter leaves out its own header."""
+    """Length from the 64-bit field of W64 and RF64. In RF64 it excludes the 8 bytes of the
+    header."""
     file.seek(16 if head[:4] == b"riff" else 20)
     field = file.read(8)
     if len(field) < 8 or (head[:4] == b"RF64" and head[8:12] != b"WAVE"):
@@ -66,12 +67,12 @@ def _long_riff(file: BinaryIO, head: bytes) -> int:
     return length if head[:4] == b"riff" else length + 8
 
 
-def _number_behind(file: BinaryIO, mark: bytes, offset: int, form: str) -> float:
-    """The number that stands ``offset`` bytes after ``mark`` in the header, else 0."""
+def _number_after(file: BinaryIO, mark: bytes, offset: int, form: str) -> float:
+    """The number that stands ``offset`` bytes after ``mark`` in the header; 0 if none does."""
     file.seek(0)
     header = file.read(_HEADER_BYTES)
-    at = header.find(mark) + len(mark) + offset
-    field = header[at : at + 8]
+    position = header.find(mark) + len(mark) + offset
+    field = header[position : position + 8]
     if mark not in header or len(field) < 8:
         return 0
     (number,) = struct.unpack(form, field)
@@ -79,26 +80,26 @@ def _number_behind(file: BinaryIO, mark: bytes, offset: int, form: str) -> float
 
 
 def _gif(file: BinaryIO, size: int) -> int:
-    """More than ``size`` if no end of the last picture and of the file is near the end."""
+    """More than ``size`` if the last KiB has no end of a picture (0) and of the file (;)."""
     file.seek(max(0, size - 1024))
     return size if b"\0;" in file.read() else size + 1
 
 
 def _mp3(file: BinaryIO, head: bytes) -> int:
-    """End by the field of bytes in the first frame, which LAME and others write (Xing), else 0."""
+    """Length from the Xing header in the first frame, which LAME and others write; else 0."""
     start = 0
     if head[:3] == b"ID3":
-        # Four times seven bits: the length of the tag behind its own header of ten bytes.
+        # Length of the ID3 tag without its header of 10 bytes: 4 bytes with 7 bits each.
         file.seek(6)
         start = 10
         for shift, value in zip((21, 14, 7, 0), file.read(4), strict=False):
             start += (value & 0x7F) << shift
     file.seek(start)
     frame = file.read(200)
-    at = max(frame.find(b"Xing"), frame.find(b"Info"))
-    if at < 0 or len(frame) < at + 16:
+    position = max(frame.find(b"Xing"), frame.find(b"Info"))
+    if position < 0 or len(frame) < position + 16:
         return 0
-    flags, *numbers = struct.unpack(">3I", frame[at + 4 : at + 16])
+    flags, *numbers = struct.unpack(">3I", frame[position + 4 : position + 16])
     has_count, has_bytes = flags & 1, flags & 2
     if not has_bytes:
         return 0
@@ -106,14 +107,13 @@ def _mp3(file: BinaryIO, head: bytes) -> int:
 
 
 def _boxes(file: BinaryIO, size: int) -> int:
-    """End of the last box of an MP4; one with only a part of its index or its frames ends beyond
-    the file."""
-    at = 0
-    for _ in range(_MOST_BOXES):
-        if at >= size:
-            # No file system can seek to 2**56.
+    """End of the last box of an MP4. If the file ends within a box, this is beyond the file."""
+    position = 0
+    for _ in range(_MAX_BOXES):
+        if position >= size:
+            # A damaged length may be 2**56, to which no file system can seek.
             break
-        file.seek(at)
+        file.seek(position)
         head = file.read(16)
         if len(head) < 8 or not head[4:8].isalnum():
             break
@@ -121,14 +121,14 @@ def _boxes(file: BinaryIO, size: int) -> int:
         if length == 1 and len(head) == 16:
             (length,) = struct.unpack(">Q", head[8:])
         if length < 8:
-            # To the end of the file, or no box at all.
+            # 0: a box up to the end of the file. Other values: not a box.
             break
-        at += length
-    return at
+        position += length
+    return position
 
 
 def _matroska(file: BinaryIO, size: int) -> int:
-    """End of the segment, which is all but the header."""
+    """End of the segment, which is the whole file after the header."""
     file.seek(4)
     header = _ebml_length(file) or 0
     if header > size:
@@ -141,25 +141,25 @@ def _matroska(file: BinaryIO, size: int) -> int:
 
 
 def _ebml_length(file: BinaryIO) -> int | None:
-    """The number at the file's place whose first byte says how many bytes it has; None: it is left
-    open."""
+    """The EBML number at the file's position; its first byte gives its length. None: the number
+    means an unknown size."""
     first = file.read(1)
     if not first or not first[0]:
         return None
     count = 8 - first[0].bit_length()
-    rest = file.read(count)
-    value = int.from_bytes(bytes([first[0] & (0x7F >> count)]) + rest, "big")
+    following = file.read(count)
+    value = int.from_bytes(bytes([first[0] & (0x7F >> count)]) + following, "big")
     return None if value == (1 << 7 * (count + 1)) - 1 else value
 
 
 def _ogg(file: BinaryIO, size: int) -> int:
-    """More than ``size`` where the last page is not marked as the last of its stream, or not
-    whole."""
-    file.seek(max(0, size - 2 * _MOST_TAIL))
+    """More than ``size`` if the last page is not marked as the last one of its stream, or is
+    incomplete."""
+    file.seek(max(0, size - 2 * _MAX_TAIL))
     tail = file.read()
     page = tail[tail.rfind(b"OggS") :]
     if len(page) < 27:
         return size + 1
     segments = page[27 : 27 + page[26]]
-    whole = len(page) >= 27 + page[26] + sum(segments)
-    return size if whole and page[5] & 4 else size + 1
+    is_whole = len(page) >= 27 + page[26] + sum(segments)
+    return size if is_whole and page[5] & 4 else size + 1

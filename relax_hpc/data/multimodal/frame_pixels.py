@@ -1,9 +1,9 @@
-"""Pixels of decoded video frames: in RGB, and upright by the display matrix of their file."""
+"""Pixels of decoded video frames: converted to RGB, and turned upright by the display matrix."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from av import VideoFrame
     from av.filter import Graph
 
-_MOST_SKEW = 0.02
-"""Sine of the angle by which a display matrix may miss a quarter turn: a degree, as in FFmpeg's own
-program."""
+_MAX_SKEW = 0.02
+"""Sine of the angle by which a display matrix may differ from a multiple of 90 degrees: about one
+degree, as in FFmpeg's program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Operations that make a frame upright: first swap its sides, then flip it."""
+    """Operations that turn a frame upright: first swap height and width, then flip."""
 
     swap: bool = False
     flip_rows: bool = False
@@ -28,7 +28,7 @@ class Turn:
 
     @property
     def is_rotation(self) -> bool:
-        """Whether it is a turn, not a mirror image."""
+        """Whether it is a rotation, not a reflection."""
         return (self.swap + self.flip_rows + self.flip_columns) % 2 == 0
 
     def apply(self, pixels: np.ndarray) -> np.ndarray:
@@ -39,19 +39,19 @@ class Turn:
 
 
 def turn_of(frame: VideoFrame) -> Turn:
-    """The turn by a frame's display matrix. BadMedium: its angle is no multiple of 90 degrees.
+    """The turn by a frame's display matrix. BadMedium: its angle is not a multiple of 90 degrees.
 
     The matrix [a b u; c d v; x y w] of libavutil/display.h shows the pixel (x, y) at (a x + c y, b
     x + d y).
     """
-    data = frame.side_data.get("DISPLAYMATRIX")
+    data = cast("bytes | None", frame.side_data.get("DISPLAYMATRIX"))
     if data is None:
         return Turn()
     a, b, _, c, d = np.frombuffer(data, np.int32).astype(float)[:5]
     scale = max(abs(a), abs(b), abs(c), abs(d))
     swap = abs(b) + abs(c) > abs(a) + abs(d)
     small = max(abs(a), abs(d)) if swap else max(abs(b), abs(c))
-    if small > _MOST_SKEW * scale:
+    if small > _MAX_SKEW * scale:
         raise BadMedium(
             Reason.UNSUPPORTED, "a display matrix that turns by no multiple of 90 degrees"
         )
@@ -61,21 +61,21 @@ def turn_of(frame: VideoFrame) -> Turn:
 
 
 class RgbConverter:
-    """Converter of frames to RGB by FFmpeg's filter `scale`, as its own program and decord do it.
+    """Converter of frames to RGB by FFmpeg's filter `scale`, like in FFmpeg's program and decord.
 
-    Not `VideoFrame.to_ndarray`: PyAV 18.1.0 converts the fields of interlaced frames one by one,
-    and frames of 10 bits with another filter, by which pixels are off by up to 134 levels.
+    `VideoFrame.to_ndarray` is not used: PyAV 18.1.0 converts the fields of interlaced frames one by
+    one, and frames of 10 bits with another filter. Its pixels differ by up to 134 levels.
     """
 
     def __init__(self) -> None:
         self._graph: Graph | None = None
         self._layout: tuple[int, int, str] | None = None
         self._size: tuple[int, int] | None = None
-        """Width and height of the first frame. FFmpeg's program scales all frames to them:
-        recorders of calls change the size of frames within a file."""
+        """Width and height of the first frame. All frames are scaled to this size, like in FFmpeg's
+        program: some recorders of calls change the size within a file."""
 
     def convert(self, frame: VideoFrame) -> np.ndarray:
-        """``frame`` as it is shown, uint8 [height, width, 3]."""
+        """``frame`` upright, uint8 [height, width, 3]."""
         layout = frame.width, frame.height, frame.format.name
         if self._size is None:
             self._size = frame.width, frame.height

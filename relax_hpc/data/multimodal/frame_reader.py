@@ -1,17 +1,17 @@
-"""Reader of video: single frames of a file by their numbers, upright and in RGB, as FFmpeg's own
-program decodes them.
+"""Reader of single frames of a video by their numbers, upright and in RGB, equal to the output of
+FFmpeg's program.
 
-Packets are read first. They tell how many frames there are and when each is shown, with edit lists
-applied. Then one of three functions decodes the frames, see `Video.frames`.
-`tests/data/test_media_decoders.py` compares all of them with FFmpeg's program.
+First all packets are read. They give the number of frames and the time of each, after edit lists.
+Then one of three functions decodes the frames, see `Video.frames`.
+`tests/data/test_media_decoders.py` compares all of them with that program.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -35,37 +35,35 @@ if TYPE_CHECKING:
     from decord.ndarray import NDArray
 
 _INDEXED = frozenset({"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"})
-"""Containers that have the time of each frame."""
+"""Containers that store the time of each frame."""
 _DECORD_CODECS = frozenset({"h264", "vp8", "vp9", "av1"})
-"""Codecs that decord2 3.4.0 seeks in. HEVC makes it fail ("Error sending packet"), as frames that
-are 96 pixels wide do."""
+"""Codecs in which decord2 3.4.0 can seek. With HEVC it fails ("Error sending packet"), and also
+with frames that are 96 pixels wide."""
 _PACKET_IS_FRAME = _DECORD_CODECS | {"hevc"}
-"""Codecs of which each packet gives one frame, in an `_INDEXED` container. Of others frames may be
-left out."""
+"""Codecs in which each packet gives one frame, in an `_INDEXED` container. With other codecs a
+packet may give no frame."""
 _BATCH_BYTES = 1 << 28
-"""Bytes of frames that decord decodes in one call: many in one call take less time than in
-several."""
-
+"""Bytes of the frames that decord decodes in one call. One call for many frames is faster than
+several calls."""
 _RATE_TOLERANCE = 0.02
-"""Share by which a declared rate, or the usual time from frame to frame, may be off the mean."""
+"""Relative tolerance of a declared rate, and of the usual time between frames, to the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A video, as its packets and its first frame tell."""
+    """Properties of a video that its packets and its first frame give."""
 
     path: str
     fps: float
-    """Frames of a second, in the mean."""
+    """Mean number of frames in a second."""
     first: np.ndarray
     """Frame 0, uint8 [height, width, 3]."""
     times: tuple[int | None, ...]
-    """Time of each frame that is shown, in units of its stream; None: the container does not
-    say."""
+    """Time of each shown frame, in units of its stream; None: the container has no time."""
     is_intra: bool
-    """Whether each packet is a frame, which depends on no other packet."""
+    """Whether each packet is a frame that depends on no other packet."""
     keys: tuple[int, ...]
-    """Numbers of the key frames if decord finds the frames of this video; else none."""
+    """Numbers of the key frames if decord can be used for this video; else empty."""
 
     @property
     def count(self) -> int:
@@ -73,33 +71,34 @@ class Video:
         return len(self.times)
 
     def frames(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
-        """Frames of these ``numbers``, which ascend, each uint8 [height, width, 3].
+        """Frames of these ascending ``numbers``, each uint8 [height, width, 3].
 
-        BadMedium: one of them cannot be decoded.
+        BadMedium: a frame cannot be decoded.
         """
         if self.is_intra:
-            # Only their packets are decoded: 5 times as fast as decord for Motion JPEG.
+            # Only the packets of these frames are decoded: for Motion JPEG 5 times as fast as
+            # decord.
             return _intra_frames(self, numbers)
-        if self.keys and 2 * _frames_before(self.keys, numbers) < numbers[-1]:
+        if self.keys and 2 * _count_decoded(self.keys, numbers) < numbers[-1]:
             # decord seeks to the group of pictures of each frame, which is fast for long videos.
             return _decord_frames(self, numbers)
-        # decord 0.6.0 and decord2 3.4.0 return other frames than asked, without an error: they
-        # start MPEG streams at their second group of pictures, ignore edit lists, and confuse a key
-        # frame's place in the file with its place in time. PyAV with every frame decoded is right
-        # for all files, and as fast as decord where few groups could be left out.
-        return _frames_in_turn(self, numbers)
+        # decord 0.6.0 and decord2 3.4.0 may return wrong frames without an error: they start MPEG
+        # streams at the second group of pictures, ignore edit lists, and confuse the position of a
+        # key frame in the file with its position in time. PyAV, which decodes every frame, is right
+        # for all files, and as fast as decord if decord could skip only few groups.
+        return _sequential_frames(self, numbers)
 
 
 def read_video(path: str, limits: Limits) -> Video:
     """The video at ``path``. Its packets are read, and its first frame is decoded.
 
-    BadMedium: it has no video, is damaged, over a limit, or in no format that is read.
+    BadMedium: it has no video, is damaged, exceeds a limit, or has a format that is not read.
     """
     with open_container(path) as container:
         stream = video_stream(container)
         _check_pixels((stream.height, stream.width), limits)
         scan = _Scan(container, stream, limits)
-        first = next(decode(container, scan.packets), None)
+        first = next(_decode_video(container, scan.packets), None)
         if first is None:
             raise BadMedium(Reason.CORRUPTED, "no frame can be decoded")
         pixels = RgbConverter().convert(first)
@@ -122,14 +121,14 @@ class _Scan:
         self._times: list[int | None] = []
         """Time of each shown packet, in the order of the file."""
         self._keys: list[int] = []
-        """Places of key frames in `_times`."""
+        """Indices of key frames in `_times`."""
         self._start: int | None = None
-        """Time of the file's first packet, if that is a key frame."""
+        """Time of the file's first packet, if it is a key frame."""
         self._has_hidden = False
-        """Whether an edit list leaves packets out."""
-        self.packets = self._recorded(container, stream, limits)
+        """Whether an edit list hides packets."""
+        self.packets = self._record_all(container, stream, limits)
 
-    def _recorded(
+    def _record_all(
         self, container: InputContainer, stream: VideoStream, limits: Limits
     ) -> Iterator[Packet]:
         is_first = True
@@ -151,26 +150,27 @@ class _Scan:
         self._times.append(packet.pts)
 
     def finish(self) -> None:
-        """Read the packets that are left."""
+        """Read the remaining packets."""
         for _ in self.packets:
             pass
 
     def shown_times(self) -> tuple[int, ...]:
-        """Times of the frames, in the order in which they are shown; empty if only decoding can
-        tell."""
+        """Times of the frames, in the order in which they are shown; empty if they are only known
+        after decoding."""
         times = {time for time in self._times if time is not None}
-        has_all = bool(times) and len(times) == len(self._times) and self._start is not None
-        # Frames that are shown before the first key frame depend on a part that was cut off, and
-        # are not decoded.
-        is_whole = has_all and min(times) >= self._start
-        is_known = self._codec in _PACKET_IS_FRAME and self._format in _INDEXED
-        if self._codec in INTRA_CODECS and self._format not in CUT_ANYWHERE:
-            is_known = True
-        return tuple(sorted(times)) if is_whole and is_known else ()
+        if not times or len(times) < len(self._times):
+            return ()
+        # Frames before the first key frame depend on a part that was cut off. They are not decoded,
+        # although they have packets.
+        if self._start is None or min(times) < self._start:
+            return ()
+        is_indexed = self._codec in _PACKET_IS_FRAME and self._format in _INDEXED
+        is_intra = self._codec in INTRA_CODECS and self._format not in CUT_ANYWHERE
+        return tuple(sorted(times)) if is_indexed or is_intra else ()
 
     @property
     def is_intra(self) -> bool:
-        """Whether each packet is a whole frame, in the order in which frames are shown."""
+        """Whether each packet is a whole frame, and packets have the order of the frames."""
         times = self.shown_times()
         return (
             self._codec in INTRA_CODECS
@@ -180,9 +180,9 @@ class _Scan:
         )
 
     def decord_keys(self) -> tuple[int, ...]:
-        """Numbers of the key frames, if all groups of pictures are closed and shown; else none.
+        """Numbers of the key frames, if all groups of pictures are closed and shown; else empty.
 
-        A group is closed if its key frame has the same place in the file and in time.
+        A group is closed if its key frame has the same position in the file and in time.
         """
         times = self.shown_times()
         if self._codec not in _DECORD_CODECS or self._format not in _INDEXED or self._has_hidden:
@@ -193,8 +193,9 @@ class _Scan:
         return tuple(self._keys) if is_closed else ()
 
 
-def _frames_before(keys: Sequence[int], numbers: Sequence[int]) -> int:
-    """Frames that are decoded to get those of ``numbers``, if each group starts at its key."""
+def _count_decoded(keys: Sequence[int], numbers: Sequence[int]) -> int:
+    """Number of frames to decode for the frames of ``numbers``, if decoding starts at the key frame
+    before each."""
     count, position = 0, 0
     for number in numbers:
         key = keys[bisect_right(keys, number) - 1]
@@ -204,26 +205,28 @@ def _frames_before(keys: Sequence[int], numbers: Sequence[int]) -> int:
 
 
 def _decoded_times(path: str, limits: Limits) -> tuple[int | None, ...]:
-    """Times of all frames of a video that only decoding can tell."""
+    """Times of all frames of a video, found by decoding it."""
     times: list[int | None] = []
     with open_container(path) as container:
-        for frame in decode(container, packets_of(container, video_stream(container))):
+        for frame in _decode_video(container, packets_of(container, video_stream(container))):
             times.append(frame.pts)
             _check_count(len(times), limits)
     return tuple(times)
 
 
 def _mean_fps(stream: VideoStream, times: Sequence[int | None]) -> float:
-    """Frames of a second: what the file says, unless the times of its frames say otherwise.
+    """Frames of a second: the declared rate, unless the times of the frames contradict it.
 
-    AVI and streams that were cut may declare the rate of fields, or another one.
+    AVI files and streams that were cut may declare the rate of fields, or another wrong rate.
     """
     declared = float(stream.average_rate or 0)
-    # Sorted, as frames of H.264 in AVI have the times of other frames.
+    # Sorted, because in AVI the frames of H.264 may have each other's times.
     sorted_times = sorted(time for time in times if time is not None)
     gaps = np.diff(sorted_times)
     if len(sorted_times) < max(2, len(times)) or gaps.min() <= 0:
         return declared or 1.0
+    # FFmpeg sets the time base of each stream of a file.
+    assert stream.time_base is not None
     seconds = float((sorted_times[-1] - sorted_times[0]) * stream.time_base)
     if declared and abs(declared * seconds - len(gaps)) <= max(2, len(gaps) * _RATE_TOLERANCE):
         return declared
@@ -238,7 +241,7 @@ def _intra_frames(video: Video, numbers: Sequence[int]) -> Iterator[np.ndarray]:
     with open_container(video.path) as container:
         packets = enumerate(packets_of(container, video_stream(container)))
         chosen = (packet for number, packet in packets if number in wanted or not packet.size)
-        for frame, number in zip(decode(container, chosen), numbers, strict=False):
+        for frame, number in zip(_decode_video(container, chosen), numbers, strict=False):
             _check_time(video, number, frame)
             count += 1
             yield converter.convert(frame)
@@ -246,11 +249,11 @@ def _intra_frames(video: Video, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         raise BadMedium(Reason.TRUNCATED, f"{count} frames in {len(numbers)} packets")
 
 
-def _frames_in_turn(video: Video, numbers: Sequence[int]) -> Iterator[np.ndarray]:
+def _sequential_frames(video: Video, numbers: Sequence[int]) -> Iterator[np.ndarray]:
     wanted, converter, number = set(numbers), RgbConverter(), 0
     with open_container(video.path) as container:
         packets = packets_of(container, video_stream(container))
-        for number, frame in enumerate(decode(container, packets)):
+        for number, frame in enumerate(_decode_video(container, packets)):
             _check_time(video, number, frame)
             if number in wanted:
                 yield converter.convert(frame)
@@ -259,8 +262,13 @@ def _frames_in_turn(video: Video, numbers: Sequence[int]) -> Iterator[np.ndarray
     raise BadMedium(Reason.TRUNCATED, f"{number + 1} frames, its packets say {video.count}")
 
 
+def _decode_video(container: InputContainer, packets: Iterable[Packet]) -> Iterator[VideoFrame]:
+    """Frames of ``packets`` of a video stream, see `decode`."""
+    return cast("Iterator[VideoFrame]", decode(container, packets))
+
+
 def _check_time(video: Video, number: int, frame: VideoFrame) -> None:
-    """BadMedium: ``frame`` is not the one of that ``number``, because a frame before it was not
+    """BadMedium: ``frame`` does not have this ``number``, because an earlier frame was not
     decoded."""
     if frame.pts != video.times[number]:
         raise BadMedium(Reason.CORRUPTED, f"frame {number} or one before it cannot be decoded")
@@ -274,19 +282,19 @@ def _decord_frames(video: Video, numbers: Sequence[int]) -> Iterator[np.ndarray]
     try:
         reader = decord.VideoReader(video.path, num_threads=1)
         while len(reader) == video.count and done < len(numbers):
-            frames = np.from_dlpack(_Shared(reader.get_batch(list(numbers[done : done + batch]))))
+            batch_frames = reader.get_batch(list(numbers[done : done + batch]))
+            frames = np.from_dlpack(_SharedFrames(batch_frames))
             done += len(frames)
             yield from frames
     except (RuntimeError, decord.DECORDError):
         pass
-    # What decord refuses, PyAV decodes again, or it names the reason why it cannot.
+    # If decord fails, PyAV decodes the remaining frames, or raises an error with the reason.
     if done < len(numbers):
-        yield from _frames_in_turn(video, numbers[done:])
+        yield from _sequential_frames(video, numbers[done:])
 
 
-class _Shared:
-    """Frames of decord for numpy, in the memory in which they are: `asnumpy` would copy many
-    megabytes."""
+class _SharedFrames:
+    """Frames of decord for numpy, without a copy. `asnumpy` would copy many megabytes."""
 
     def __init__(self, frames: NDArray) -> None:
         self._frames = frames

@@ -1,11 +1,11 @@
-"""Images of files: upright, on white, 8 bits a channel, of the size that the model takes."""
+"""Images of files: upright, on white, with 8 bits a channel, resized for the model."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.medium import Header, Kind, Medium
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.multimodal.sizes import Size
-from relax_hpc.data.multimodal.source import Source, opened, path_of, unreadable
+from relax_hpc.data.multimodal.source import Source, open_source, path_of, unreadable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,10 +23,10 @@ FORMATS = (
     *("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG"),
     *("PPM", "QOI", "SGI", "TIFF", "WEBP"),
 )
-"""Pillow's names of the formats that are read. Of the others, EPS starts Ghostscript, and TGA has
-no bytes by which it is known, so that any content may pass for it."""
+"""Pillow's names of the formats that are read. EPS is excluded because Pillow starts Ghostscript
+for it. TGA is excluded because it has no magic bytes, so that any content may be taken for it."""
 _ORIENTATION = 0x0112
-"""EXIF tag: how the camera was held."""
+"""EXIF tag: orientation of the camera."""
 _TURNS = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
@@ -36,41 +36,45 @@ _TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""Value of that tag -> operation that stands the picture upright."""
-_ON_ITS_SIDE = range(5, 9)
+"""Value of that tag -> operation that turns the picture upright."""
+_SWAPS_SIDES = range(5, 9)
+"""Values of that tag whose operation swaps height and width."""
 _SAMPLE_FORMAT, _SIGNED = 339, 2
-"""TIFF tag: how samples are coded; its value for signed integers."""
-_SLACK = 1e-3
-"""Share of the full scale by which floating-point pixels may be beyond it: resampling and rounding
-leave that much."""
+"""TIFF tag: type of the samples; its value for signed integers."""
+_SCALE_TOLERANCE = 1e-3
+"""Share of the full scale by which floating-point pixels may exceed it, as after resampling and
+rounding."""
 
 
 def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header:
-    """Header of an image, of its file's own header. BadMedium: it is none, or over a limit."""
-    with _image(source, limits or Limits()) as image:
+    """Header of an image, from the header of its file. BadMedium: it is not an image, or exceeds a
+    limit."""
+    with _open_image(source, limits or Limits()) as image:
         return rules.image_header(_upright_size(image))
 
 
 def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
-    """An image as it is stored. BadMedium: it is none, damaged, over a limit, or of pixels that
-    have no rule."""
+    """An image in its stored form. BadMedium: it is not an image, is damaged, exceeds a limit, or
+    has pixels of an unknown scale."""
     image = picture(source, limits)
     image = resize(image, rules.image_size((image.height, image.width)))
     return Medium(Kind.IMAGE, np.asarray(image), rules.image_header(image.size[::-1]).grid)
 
 
 def picture(source: Source, limits: Limits | None = None) -> Image:
-    """An image upright and in RGB, not resized. BadMedium: as `load`."""
-    with _image(source, limits or Limits()) as image:
+    """An image upright and in RGB, not resized. BadMedium: see `load`."""
+    from PIL import Image as pillow
+
+    with _open_image(source, limits or Limits()) as image:
         turn = _TURNS.get(_orientation(image))
-        upright = rgb(image)
-        return upright.transpose(_constant("Transpose", turn)) if turn else upright
+        rgb_image = rgb(image)
+        return rgb_image.transpose(pillow.Transpose[turn]) if turn else rgb_image
 
 
 def rgb(image: Image) -> Image:
-    """``image`` in RGB: 8 bits a channel (see `_eight_bits`), transparent parts on white.
+    """``image`` in RGB: 8 bits a channel (see `_eight_bits`), transparent pixels on white.
 
-    BadMedium: its pixels have no rule.
+    BadMedium: its pixels have an unknown scale.
     """
     from PIL import Image as pillow
 
@@ -84,45 +88,45 @@ def rgb(image: Image) -> Image:
 
 def resize(image: Image, size: Size) -> Image:
     """``image`` in ``size``, bicubic."""
+    from PIL import Image as pillow
+
     height, width = size
     if image.size == (width, height):
         return image
-    return image.resize((width, height), _constant("Resampling", "BICUBIC"))
+    return image.resize((width, height), pillow.Resampling.BICUBIC)
 
 
 def _eight_bits(image: Image) -> Image:
     """``image`` with 8 bits a channel.
 
-    16 bits without a sign are divided by 257. Floating-point pixels of 0 to 1 are multiplied by
-    255. Whole numbers of 0 to 255 in wider types are kept. BadMedium: others, which no
-    format gives a scale.
+    Unsigned pixels of 16 bits are divided by 257. Floating-point pixels of 0 to 1 are multiplied by
+    255. Whole numbers of 0 to 255 in wider types are kept. BadMedium: other values, for which the
+    format defines no scale.
     """
     from PIL import Image as pillow
 
-    if (
-        image.format == "TIFF"
-        and _SIGNED in image.tag_v2.get(_SAMPLE_FORMAT, ())
-        and image.mode != "I"
-    ):
+    # Only an image of TIFF has `tag_v2`.
+    tiff_tags: Any = getattr(image, "tag_v2", {}) if image.format == "TIFF" else {}
+    if _SIGNED in tiff_tags.get(_SAMPLE_FORMAT, ()) and image.mode != "I":
         raise BadMedium(
             Reason.UNSUPPORTED, f"a TIFF of signed samples as {image.mode}, allowed: unsigned ones"
         )
-    # Pillow scales a PPM of more than 8 bits to 16.
+    # Pillow scales a PPM of more than 8 bits to 16 bits, and returns it in mode I.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         values = np.asarray(image).clip(0, 65535) // 257
     elif image.mode in ("I", "F"):
-        values = _scaled(np.asarray(image), image.mode)
+        values = _scale_wide(np.asarray(image), image.mode)
     else:
         return image
     return pillow.fromarray(values.astype(np.uint8))
 
 
-def _scaled(values: np.ndarray, mode: str) -> np.ndarray:
+def _scale_wide(values: np.ndarray, mode: str) -> np.ndarray:
     """Values of 0 to 255 for pixels of 32 bits."""
     if not np.isfinite(values).all():
         raise BadMedium(Reason.NOT_FINITE, f"{np.count_nonzero(~np.isfinite(values))} pixels")
     low, high = float(values.min()), float(values.max())
-    if mode == "F" and low >= -_SLACK and high <= 1 + _SLACK:
+    if mode == "F" and low >= -_SCALE_TOLERANCE and high <= 1 + _SCALE_TOLERANCE:
         return np.rint(values.clip(0, 1) * 255)
     if low >= 0 and high <= 255 and np.array_equal(values, np.rint(values)):
         return values
@@ -134,11 +138,12 @@ def _scaled(values: np.ndarray, mode: str) -> np.ndarray:
 
 
 @contextmanager
-def _image(source: Source, limits: Limits) -> Iterator[Image]:
+def _open_image(source: Source, limits: Limits) -> Iterator[Image]:
     from PIL import Image as pillow
 
-    with opened(source, Kind.IMAGE, limits) as file, warnings.catch_warnings():
-        # Of many pixels, which are counted here, and of tags that nothing uses.
+    with open_source(source, Kind.IMAGE, limits) as file, warnings.catch_warnings():
+        # Pillow warns of many pixels, which are checked here, and of damaged tags, which are not
+        # used.
         warnings.simplefilter("ignore")
         try:
             with pillow.open(file, formats=FORMATS) as image:
@@ -158,7 +163,7 @@ def _image(source: Source, limits: Limits) -> Iterator[Image]:
 
 
 def _unidentified(file: BinaryIO) -> BadMedium:
-    """Error for a file that Pillow does not open."""
+    """Error for a file that Pillow cannot open."""
     file.seek(0)
     if file.read(4) in (b"II*\0", b"MM\0*"):
         detail = "a kind of TIFF that Pillow does not read, such as floats of 16 or 64 bits"
@@ -168,25 +173,21 @@ def _unidentified(file: BinaryIO) -> BadMedium:
 
 
 def _orientation(image: Image) -> int:
-    # Pillow turns TIFFs itself when it loads them (13.0.0).
+    # Pillow 13.0.0 turns a TIFF upright when it loads the pixels.
     if image.format == "TIFF":
         return 1
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # what cameras write is of no consequence, and Pillow raises anything for it
+    except Exception:
+        # Cameras write damaged EXIF data, for which Pillow raises many types of errors. The image
+        # itself can be read.
         return 1
 
 
 def _upright_size(image: Image) -> Size:
     if image.format == "TIFF":
-        # An orientation in XMP is not in its size before it is loaded.
+        # Before the pixels are loaded, the size does not include an orientation in XMP.
         image.load()
-    if _orientation(image) in _ON_ITS_SIDE:
+    if _orientation(image) in _SWAPS_SIDES:
         return image.width, image.height
     return image.height, image.width
-
-
-def _constant(enumeration: str, name: str) -> int:
-    from PIL import Image as pillow
-
-    return getattr(getattr(pillow, enumeration), name)

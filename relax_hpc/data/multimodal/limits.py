@@ -1,5 +1,5 @@
-"""Limits of a file of media. What is beyond them by its header is refused before anything is
-decoded; time and memory are those of the worker that has it."""
+"""Limits of a media file. A file whose header exceeds a limit is refused before it is decoded. Time
+and memory are limits of the worker that decodes it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from relax_hpc.config.schema import MultimodalConfig
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Most that a file may have and take."""
+    """Maximum values of a file."""
 
     bytes: int = 1 << 31
     pixels: int = 1 << 26
     """Pixels of an image or a frame."""
     frames: int = 1 << 17
-    """Frames of a video, taken or not."""
+    """Frames of a video, also those that are not used."""
     seconds: float = 3600.0
     """Seconds of a video or sound."""
     rate: int = 768000
-    """Samples of a second of sound."""
+    """Sample rate of a sound in Hz."""
     time_s: float = 60.0
-    """Seconds that a worker may be at a file."""
+    """Seconds that a worker may work on a file."""
     memory_mb: int = 4096
-    """Megabytes that a worker may take."""
+    """Megabytes of memory of a worker."""
 
     @classmethod
-    def of(cls, settings: MultimodalConfig) -> Limits:
+    def from_config(cls, settings: MultimodalConfig) -> Limits:
         """Limits of a run."""
         return cls(
             bytes=settings.max_file_mb * 1_000_000,

@@ -1,4 +1,4 @@
-"""Media of any kind, from their files."""
+"""Readers of headers and media by the kind of a medium."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ _MODULES = {Kind.IMAGE: image, Kind.VIDEO: video, Kind.AUDIO: audio}
 
 
 def header(kind: Kind, source: Source, rules: Rules, limits: Limits | None = None) -> Header:
-    """Header of a medium, with as little decoded as it takes. BadMedium: it cannot be used."""
-    _refuse_silent(kind, rules)
+    """Header of a medium, decoded only as far as necessary. BadMedium: it cannot be used."""
+    _check_hears(kind, rules)
     return _MODULES[kind].header(source, rules, limits)
 
 
 def load(kind: Kind, source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
-    """A medium as it is stored. BadMedium: it cannot be used."""
-    _refuse_silent(kind, rules)
+    """A medium in its stored form. BadMedium: it cannot be used."""
+    _check_hears(kind, rules)
     return _MODULES[kind].load(source, rules, limits)
 
 
-def _refuse_silent(kind: Kind, rules: Rules) -> None:
+def _check_hears(kind: Kind, rules: Rules) -> None:
+    """ConfigError: a sound for a model without audio input."""
     if kind is Kind.AUDIO and not rules.rate:
         raise ConfigError(
             "the prompts have sounds, which the model does not hear; allowed: qwen3_omni_moe"

@@ -1,7 +1,8 @@
-"""Options of one medium, as parts of chat messages have them: sizes, frames, a part of a video.
+"""Options of one medium, given in a part of a chat message: size, number of frames, time range.
 
-They mean what qwen-vl-utils 0.0.14 makes of them (`fetch_image`, `fetch_video`). A medium with any
-option is treated by its rules in all, also where the model's own processor has other defaults.
+They have the meaning that qwen-vl-utils 0.0.14 gives them (`fetch_image`, `fetch_video`). A medium
+with any option is processed by the rules of qwen-vl-utils in all respects, also where the model's
+processor has other defaults.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.multimodal.rules import Rules
-from relax_hpc.data.multimodal.sizes import Budget, Size, resized, squeezed
+from relax_hpc.data.multimodal.sizes import Budget, Size, limit_aspect, resize_to_budget
 
 _IMAGE_TOKENS = 4, 16384
 _FRAME_TOKENS = 128, 768
@@ -25,44 +26,42 @@ _CLIP_TOKENS = 115_200
 """Tokens of all frames of a video: nine tenths of `MODEL_SEQ_LEN`, 128,000."""
 _FPS, _MIN_FRAMES, _MAX_FRAMES, _FRAME_FACTOR = 2.0, 4, 768, 2
 _MIN_MARGIN = 1.05
-"""The largest size of a frame is at least that much larger than the smallest."""
+"""Minimum ratio of the largest size of a frame to the smallest."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediumOptions:
-    """Options of a medium; None: not given."""
+    """Options of a medium; None: the default."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
     """Pixels of an image, or of each frame of a video."""
     resized_height: int | None = None
     resized_width: int | None = None
-    """Size in pixels, which is rounded to whole tokens. Both or neither."""
+    """Size in pixels, rounded to whole tokens. Both or neither."""
     total_pixels: int | None = None
     """Pixels of all frames of a video."""
     fps: float | None = None
-    """Frames that are taken of a second of video."""
+    """Frames that are sampled in a second of video."""
     nframes: int | None = None
-    """Frames that are taken of a video. Not together with `fps`."""
+    """Frames that are sampled in a video. Not together with `fps`."""
     min_frames: int | None = None
     max_frames: int | None = None
     video_start: float | None = None
     video_end: float | None = None
-    """Seconds between which frames are taken."""
+    """Range in seconds from which frames are sampled."""
 
     @classmethod
     def from_mapping(cls, kind: Kind, values: Mapping[str, Any]) -> MediumOptions:
-        """Options of a medium of ``kind``. BadMedium: one is unknown or has no possible value."""
+        """Options of a medium of ``kind``. BadMedium: an option is unknown or has an invalid
+        value."""
         for name, value in values.items():
             if name not in _NAMES[kind]:
                 allowed = ", ".join(_NAMES[kind]) or "none"
                 raise BadMedium(Reason.OPTION, f"{kind}: found {name!r}, allowed: {allowed}")
             number = float if name in _FLOATS else int
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or value != number(value)
-            ):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or value != number(value):
                 raise _bad_value(name, value, f"a number ({number.__name__})")
             if not math.isfinite(value) or value < 0 or (value == 0 and name != "video_start"):
                 raise _bad_value(name, value, "a positive number")
@@ -123,7 +122,7 @@ class RulesWithOptions(Rules):
             size = options.resized_height, options.resized_width
             low, high = self._image_pixels()
         budget = Budget(int(min(low, high)), int(high))
-        return resized(squeezed(size), self.factor, budget, least=self.factor)
+        return resize_to_budget(limit_aspect(size), self.factor, budget, min_side=self.factor)
 
     def _image_pixels(self) -> tuple[int, int]:
         """Least and most pixels of an image without options for them."""
@@ -131,13 +130,13 @@ class RulesWithOptions(Rules):
         return _IMAGE_TOKENS[0] * token, _IMAGE_TOKENS[1] * token
 
     def frames(self, total: int, native_fps: float) -> np.ndarray:
-        """See `Rules`. BadMedium: there are no two frames in the part that the options name."""
-        first, last = self._range(total, native_fps)
-        count = self._count(last - first + 1, native_fps)
+        """See `Rules`. BadMedium: the range of the options has less than two frames."""
+        first, last = self._frame_range(total, native_fps)
+        count = self._frame_count(last - first + 1, native_fps)
         return np.linspace(first, last, count).round().astype(np.int64)
 
-    def _range(self, total: int, native_fps: float) -> tuple[int, int]:
-        """Numbers of the first and the last frame that may be taken."""
+    def _frame_range(self, total: int, native_fps: float) -> tuple[int, int]:
+        """Numbers of the first and the last frame that may be sampled."""
         seconds, first, last = total / native_fps, 0, total - 1
         if self.options.video_start is not None:
             first = math.ceil(min(self.options.video_start, seconds) * native_fps)
@@ -151,8 +150,8 @@ class RulesWithOptions(Rules):
             )
         return first, last
 
-    def _count(self, total: int, native_fps: float) -> int:
-        """Number of frames taken of ``total``, a multiple of two."""
+    def _frame_count(self, total: int, native_fps: float) -> int:
+        """Number of frames to sample of ``total``, a multiple of two."""
         options = self.options
         if options.nframes is not None:
             count = round(options.nframes / _FRAME_FACTOR) * _FRAME_FACTOR
@@ -168,15 +167,16 @@ class RulesWithOptions(Rules):
             )
         return count
 
-    def times(self, taken: np.ndarray, total: int, native_fps: float) -> tuple[float, ...]:
+    def times(self, sampled: np.ndarray, total: int, native_fps: float) -> tuple[float, ...]:
         """See `Rules`."""
-        first, last = self._range(total, native_fps)
-        # Stamps are times in the whole video; times that are positions begin with the part.
-        return Rules.times(self, taken, last - first + 1, native_fps)
+        first, last = self._frame_range(total, native_fps)
+        # Time stamps count from the beginning of the video. Times that are positions count from
+        # the beginning of the range, and depend on its length.
+        return Rules.times(self, sampled, last - first + 1, native_fps)
 
 
 def with_options(rules: Rules, options: MediumOptions) -> Rules:
-    """``rules`` for a medium that has these ``options``."""
+    """``rules`` for a medium with these ``options``."""
     if options == NO_OPTIONS:
         return rules
     values = {field.name: getattr(rules, field.name) for field in dataclasses.fields(Rules)}

@@ -1,5 +1,5 @@
-"""Worker processes that decode media: a file on which a decoder hangs, crashes or takes too much
-memory costs its own worker alone, and is bad."""
+"""Pool of worker processes that decode media. If a decoder hangs, crashes or needs too much memory,
+only its worker ends, and the medium is bad."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from relax_hpc.net.workers.process import Message
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A medium that a worker has made."""
+    """A medium that a worker has decoded."""
 
     header: Header
     media_id: str
-    """Name under which a store has it, see `relax_hpc.base.content_id`."""
+    """Id of the medium in a store, see `relax_hpc.base.content_id`."""
     blob: memoryview = field(repr=False)
-    """Bytes that `Medium.to_bytes` gives."""
+    """The bytes of `Medium.to_bytes`."""
 
     @property
     def medium(self) -> Medium:
@@ -36,13 +36,13 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class MediaRequest:
     """Request to a worker."""
 
     kind: Kind
     source: Source
     content: bool
-    """Whether the medium is wanted, and not its header alone."""
+    """Whether the medium is requested, not only its header."""
     options: MediumOptions = NO_OPTIONS
 
 
@@ -54,31 +54,32 @@ class MediaPool:
 
     async def load(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Loaded:
         """A medium. BadMedium: it cannot be used."""
-        found = await self._of(Ask(kind, source, True, options))
-        assert isinstance(found, Loaded)
-        return found
+        loaded = await self._run(MediaRequest(kind, source, True, options))
+        assert isinstance(loaded, Loaded)
+        return loaded
 
     async def header(
         self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS
     ) -> Header:
         """Header of a medium. BadMedium: it cannot be used."""
-        found = await self._of(Ask(kind, source, False, options))
-        assert isinstance(found, Header)
-        return found
+        header = await self._run(MediaRequest(kind, source, False, options))
+        assert isinstance(header, Header)
+        return header
 
     async def close(self) -> None:
         """End all workers."""
         await self._pool.close()
 
-    async def _of(self, ask: Ask) -> Header | Loaded:
-        found = await self._pool.run(ask)
-        if isinstance(found, BadMedium):
-            raise BadMedium(found.reason, f"{name_of(ask.source)}: {found.detail}")
-        return found
+    async def _run(self, request: MediaRequest) -> Header | Loaded:
+        """Result of a request. BadMedium: the medium cannot be used."""
+        result = await self._pool.run(request)
+        if isinstance(result, BadMedium):
+            raise BadMedium(result.reason, f"{name_of(request.source)}: {result.detail}")
+        return result
 
 
 class MediaWork:
-    """The work of decoding the media of one model."""
+    """Requests to the workers that decode the media of one model, and their results."""
 
     name = "media"
     module = "relax_hpc.data.multimodal.worker"
@@ -91,43 +92,42 @@ class MediaWork:
     def setup(self) -> Message:
         return {"rules": dataclasses.asdict(self.rules), "limits": dataclasses.asdict(self.limits)}
 
-    def make_request(self, asked: Ask) -> Message:
-        where = (
-            {"bytes": asked.source.hex()}
-            if isinstance(asked.source, bytes)
-            else {"path": str(asked.source)}
-        )
-        options = dataclasses.asdict(asked.options)
-        return {"kind": asked.kind, "content": asked.content, "options": options, **where}
+    def make_request(self, medium: MediaRequest) -> Message:
+        message: Message = {
+            "kind": medium.kind,
+            "content": medium.content,
+            "options": dataclasses.asdict(medium.options),
+        }
+        if isinstance(medium.source, bytes):
+            return message | {"bytes": medium.source.hex()}
+        return message | {"path": str(medium.source)}
 
     def read_answer(self, message: Message) -> Header | Loaded | BadMedium:
         if "error" in message:
             reason, detail = message["error"]
             return BadMedium(Reason(reason), detail)
         header = Header(Kind(message["kind"]), tuple(message["grid"]), tuple(message["seconds"]))
-        return (
-            Loaded(header, message["media_id"], _mapped(Path(message["blob"])))
-            if "blob" in message
-            else header
-        )
+        if "blob" not in message:
+            return header
+        return Loaded(header, message["media_id"], _map_memory(Path(message["blob"])))
 
     def answer_unsendable(self, error: Exception) -> BadMedium:
         return BadMedium(Reason.URI, str(error))
 
     def answer_late(self, took_s: float, answer: Any) -> BadMedium:
         return BadMedium(
-            Reason.HUNG, f"given up after {took_s:.1f} s, allowed file_timeout_s={self.limit_s:g}"
+            Reason.HUNG, f"timed out after {took_s:.1f} s, allowed file_timeout_s={self.limit_s:g}"
         )
 
-    def answer_death(self, how: str) -> BadMedium:
-        return BadMedium(Reason.DIED, f"the worker that decoded it {how}")
+    def answer_death(self, cause: str) -> BadMedium:
+        return BadMedium(Reason.DIED, f"the worker that decoded it {cause}")
 
     def is_late(self, answer: Any) -> bool:
         return False
 
 
-def _mapped(path: Path) -> memoryview:
-    """Memory of another process, which lives on where that ends."""
+def _map_memory(path: Path) -> memoryview:
+    """Memory of another process, mapped here. It stays valid after that process has ended."""
     file = os.open(path, os.O_RDONLY)
     try:
         return memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))

@@ -1,13 +1,13 @@
-"""Sizes to which images and frames are resized, as the processors of Qwen's models do it."""
+"""Sizes to which images and frames are resized, computed like in the processors of Qwen models."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-MOST_ASPECT = 200.0
-"""Longer side over shorter side at most; a picture beyond is squeezed to `SQUEEZED_ASPECT`, as
-Relax does."""
+MAX_ASPECT = 200.0
+"""Maximum ratio of the longer side to the shorter one. A more extreme size is reduced to
+`SQUEEZED_ASPECT`, like in Relax."""
 SQUEEZED_ASPECT = 199
 
 Size = tuple[int, int]
@@ -16,37 +16,37 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bounds of the pixels of an image, a frame, or all frames of a clip together."""
+    """Bounds of the number of pixels of an image, a frame, or all frames of a clip together."""
 
     low: int
     high: int
 
 
-def squeezed(size: Size) -> Size:
-    """``size`` with an aspect that models take."""
+def limit_aspect(size: Size) -> Size:
+    """``size`` with an aspect ratio that models support."""
     height, width = size
-    if max(size) <= MOST_ASPECT * min(size):
+    if max(size) <= MAX_ASPECT * min(size):
         return size
-    most = SQUEEZED_ASPECT * min(size)
-    return min(height, most), min(width, most)
+    max_side = SQUEEZED_ASPECT * min(size)
+    return min(height, max_side), min(width, max_side)
 
 
-def resized(
-    size: Size, factor: int, budget: Budget, frames: int = 1, padded: int = 1, least: int = 0
+def resize_to_budget(
+    size: Size, factor: int, budget: Budget, frames: int = 1, padded: int = 1, min_side: int = 0
 ) -> Size:
-    """Multiples of ``factor`` near ``size``, of the same aspect, so that all ``frames`` fit the
-    budget.
+    """A size near ``size`` with about the same aspect, whose sides are multiples of ``factor``, so
+    that all ``frames`` together are within the budget.
 
-    ``padded``: frames once the last one is repeated to fill a temporal patch. ``least``: pixels of
-    a side at least before the area is compared with the budget. The arithmetic, and where it
-    rounds, is that of `smart_resize` of Qwen2-VL (images, and frames of Qwen3-Omni), of Qwen3-VL
-    (clips), and, with ``least`` = ``factor``, of qwen-vl-utils.
+    ``padded``: number of frames after the last one is repeated to fill a temporal patch.
+    ``min_side``: smallest side before the area is compared with the budget. The formulas and their
+    rounding are those of `smart_resize` in Qwen2-VL (images, and frames of Qwen3-Omni), in Qwen3-VL
+    (clips), and, with ``min_side`` = ``factor``, in qwen-vl-utils.
     """
     height, width = size
     pixels = frames * height * width
     rounded = (
-        max(least, round(height / factor) * factor),
-        max(least, round(width / factor) * factor),
+        max(min_side, round(height / factor) * factor),
+        max(min_side, round(width / factor) * factor),
     )
     area = padded * rounded[0] * rounded[1]
     if area > budget.high:

@@ -1,10 +1,10 @@
-"""Reader of sound: the mean of a file's channels at the file's rate, as FFmpeg decodes them.
+"""Reader of sound with FFmpeg: the mean of a file's channels, at the rate of the file.
 
-One reader for all files. decord 0.6.0 returns memory that was never written for more than one
-channel. decord2 3.4.0 ends a sound at the first damaged packet without an error, and decodes all of
-it before a limit can stop it. libsndfile 1.2.2 reads W64 files of floats wrongly, and no video;
-`librosa.load` of librosa 0.11.0 reads with it, has no limit either, and costs what
-`audio.resampled` says.
+This reader is used for all files, because the others have faults. decord 0.6.0 returns
+uninitialized memory for more than one channel. decord2 3.4.0 ends a sound at the first damaged
+packet without an error, and decodes the whole sound before a limit can stop it. libsndfile 1.2.2
+reads W64 files of floats wrongly, and cannot read video files. `librosa.load` of librosa 0.11.0
+uses libsndfile, has no limit either, and needs the time and memory that `audio.resampled` names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 _LEAST_RATE = 1000
 _FULL_SCALES = {"u1": 1 << 7, "i2": 1 << 15, "i4": 1 << 31}
-"""Type of integer samples -> the value that is 1.0, as in libsndfile and librosa. 24 bits are the
-high ones of 32."""
+"""Type of integer samples -> the value of 1.0, as in libsndfile and librosa. Samples of 24 bits are
+the upper bits of 32."""
 _EXACT_CONTAINERS = frozenset({"wav", "aiff", "au", "caf", "flac"})
-"""Containers whose header says how many samples of PCM or FLAC follow."""
+"""Containers whose header has the exact number of samples of PCM or FLAC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class Sound:
     """Sound of one channel at the rate of its file."""
 
     samples: np.ndarray
-    """float32 [samples]; full scale is 1, and louder samples of floating point are kept."""
+    """float32 [samples]; full scale is 1. Floating-point samples may be larger."""
     rate: int
-    """Samples of a second."""
+    """Sample rate in Hz."""
 
 
 def read_sound(path: str, limits: Limits) -> Sound:
     """The sound of a file.
 
-    BadMedium: it has no sound, is damaged, over a limit, or in no format that is read.
+    BadMedium: it has no sound, is damaged, exceeds a limit, or has a format that is not read.
     """
     with open_container(path) as container:
         stream = audio_stream(container)
@@ -70,9 +70,9 @@ def read_sound(path: str, limits: Limits) -> Sound:
 
 
 def sound_length(path: str, limits: Limits) -> tuple[int, int]:
-    """Samples of a sound, and its rate; it is decoded unless its header is exact.
+    """Number of samples of a sound, and its rate. It is decoded unless its header is exact.
 
-    BadMedium: as `read_sound`.
+    BadMedium: see `read_sound`.
     """
     with open_container(path) as container:
         stream = audio_stream(container)
@@ -90,7 +90,8 @@ def sound_length(path: str, limits: Limits) -> tuple[int, int]:
 
 def _frames(container: InputContainer, stream: AudioStream, limits: Limits) -> Iterator[AudioFrame]:
     count, rate = 0, 0
-    for frame in decode(container, packets_of(container, stream)):
+    frames = cast("Iterator[AudioFrame]", decode(container, packets_of(container, stream)))
+    for frame in frames:
         if not rate:
             rate = frame.sample_rate
             _check_rate(rate, limits)
@@ -105,23 +106,22 @@ def _frames(container: InputContainer, stream: AudioStream, limits: Limits) -> I
 def _layout(frame: AudioFrame) -> tuple[int, int, bool]:
     """Rate, number of channels, and whether the channels are stored one after the other.
 
-    Broadcasts change the number of channels within a stream.
+    The number of channels may change within a stream, as in broadcasts.
     """
     return frame.sample_rate, frame.layout.nb_channels, frame.format.is_planar
 
 
 def _mono(pieces: list[np.ndarray], channels: int, is_planar: bool) -> np.ndarray:
-    """Mean of the channels of successive ``pieces``, as `librosa.to_mono` takes it: float32
-    [samples].
+    """Mean of the channels of successive ``pieces``, as in `librosa.to_mono`: float32 [samples].
 
-    A piece is [channels, samples], or [1, samples * channels] with the channels in turns.
+    A piece is [channels, samples], or [1, samples * channels] with interleaved channels.
     """
     values = np.concatenate(pieces, axis=1)
     if not is_planar:
         values = values.reshape(-1, channels).T
     kind = values.dtype.str[1:]
-    # One channel after the other: `values.mean(axis=0)` takes 5 times as long if the channels come
-    # in turns.
+    # A loop over the channels, because `values.mean(axis=0)` takes 5 times as long if the channels
+    # are interleaved.
     mono = np.zeros(values.shape[1], np.float32)
     for channel in values:
         mono += _floating(channel, kind)
@@ -132,7 +132,7 @@ def _floating(values: np.ndarray, kind: str) -> np.ndarray:
     """Samples of the type ``kind`` as float32, full scale 1."""
     samples = values.astype(np.float32)
     if kind == "u1":
-        # Samples of 8 bits have no sign in FFmpeg: silence is 128.
+        # In FFmpeg samples of 8 bits are unsigned: silence is 128.
         samples -= 128
     if kind in _FULL_SCALES:
         samples *= np.float32(1 / _FULL_SCALES[kind])
@@ -140,22 +140,23 @@ def _floating(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _declared_samples(stream: AudioStream) -> int:
-    """Samples by the file's header; 0 if the header does not say, or if its codec makes that an
-    estimate."""
+    """Number of samples by the file's header; 0 if the header has none, or only an estimate."""
     codec = codec_of(stream)
     is_exact = codec == "flac" or codec.startswith("pcm_")
     if not is_exact or not stream.duration or stream.container.format.name not in _EXACT_CONTAINERS:
         return 0
+    # FFmpeg sets the time base of each stream of a file.
+    assert stream.time_base is not None
     return round(stream.duration * stream.time_base * stream.rate)
 
 
 def _opus_delay(container: InputContainer, stream: AudioStream) -> int:
-    """Samples that FFmpeg 8.1 leaves at the begin of Opus in Matroska, and that a decoder has to
-    drop. Asked before the first packet is decoded, which changes `delay`.
+    """Number of samples at the beginning of Opus in Matroska that must be dropped in addition to
+    those that FFmpeg 8.1 drops. Call it before the first packet is decoded, which changes `delay`.
 
-    It drops as many as Matroska's CodecDelay says. FFmpeg up to 5.1 writes that in units of the
-    source's rate, so that files of 8 to 24 kHz have too few. The header of Opus has the right
-    number (pre-skip, RFC 7845, section 4.2).
+    FFmpeg drops as many samples as Matroska's CodecDelay says. FFmpeg up to 5.1 writes that number
+    in units of the source's rate, so that it is too small in files made from 8 to 24 kHz. The
+    header of Opus has the right number (pre-skip, RFC 7845, section 4.2).
     """
     header = stream.codec_context.extradata or b""
     if codec_of(stream) != "opus" or "matroska" not in container.format.name or len(header) < 12:

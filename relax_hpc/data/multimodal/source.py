@@ -1,7 +1,8 @@
-"""Sources of media: files and bytes, opened after a check of their first bytes and of their length.
+"""Sources of media: files and bytes. Their first bytes and their length are checked when they are
+opened.
 
-A format that is not in `_FORMATS` is left to the decoders, which have allow-lists (`image.FORMATS`,
-`streams.CONTAINERS`). A format in `_REFUSED` never reaches a decoder.
+Formats that are not in `_FORMATS` are left to the decoders, which have allow-lists
+(`image.FORMATS`, `streams.CONTAINERS`). A format in `_REFUSED` never reaches a decoder.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Source = Path | bytes
 
 _IMAGE, _AUDIO = frozenset({Kind.IMAGE}), frozenset({Kind.AUDIO})
 _VIDEO = frozenset({Kind.VIDEO, Kind.AUDIO})
-"""A video file may be read for its sound, and may hold nothing else."""
+"""A video file may be read as a sound, and may contain nothing else."""
 _CLIP = _IMAGE | _VIDEO
-"""An animated picture is an image by its first frame, or a video without sound."""
+"""An animated picture may be read as an image, its first frame, or as a video without sound."""
 _FORMATS = (
     (0, b"\xff\xd8\xff", "JPEG", _IMAGE),
     (0, b"\x89PNG", "PNG", _IMAGE),
@@ -76,7 +77,7 @@ _REFUSED = (
         "a pointer of Git LFS, whose file was not fetched",
         Reason.MISLABELLED,
     ),
-    # Pillow reads these two by starting Ghostscript, FFmpeg the next two by opening other files.
+    # Pillow starts Ghostscript for these two formats. FFmpeg opens other files for the next two.
     (0, b"%!PS", "PostScript, which is a program", Reason.UNSUPPORTED),
     (0, b"\xc5\xd0\xd3\xc6", "EPS, which is a program", Reason.UNSUPPORTED),
     (0, b"#EXTM3U", "a playlist, which names other files", Reason.UNSUPPORTED),
@@ -97,13 +98,14 @@ _NO_FILE = frozenset(
         errno.EINVAL,
     )
 )
-"""Errors by which a path names no file that is read, `ForeignFileError` among them. Others may
-pass."""
+"""Errors that show that a path cannot be read as a regular file (`ForeignFileError` has one of
+them). Other errors may be temporary."""
 
 
 @contextmanager
-def opened(source: Source, kind: Kind, limits: Limits) -> Iterator[BinaryIO]:
-    """``source``, open to be read as a medium of ``kind``. BadMedium: it is none, or not whole."""
+def open_source(source: Source, kind: Kind, limits: Limits) -> Iterator[BinaryIO]:
+    """``source``, open to be read as a medium of ``kind``. BadMedium: it has another format, or is
+    incomplete."""
     try:
         source_file = io.BytesIO(source) if isinstance(source, bytes) else open_regular(source)
     except OSError as error:
@@ -122,8 +124,8 @@ def opened(source: Source, kind: Kind, limits: Limits) -> Iterator[BinaryIO]:
 
 @contextmanager
 def path_of(file: BinaryIO) -> Iterator[str]:
-    """Path of ``file`` for decoders: decord crashes on damaged content that it reads from
-    memory."""
+    """Path of ``file`` for decoders. Bytes are copied to a memory file, because decord crashes if
+    it reads damaged content from memory."""
     if not isinstance(file, io.BytesIO):
         yield f"/proc/self/fd/{file.fileno()}"
         return
@@ -134,7 +136,8 @@ def path_of(file: BinaryIO) -> Iterator[str]:
 
 
 def unreadable(path: str, detail: str, allowed: str) -> BadMedium:
-    """Error for a file that no decoder opens: damaged if its format is known, else not supported.
+    """Error for a file that no decoder can open. If its format is known, the file is damaged;
+    otherwise its format is unsupported.
 
     ``allowed``: the formats that can be read.
     """
@@ -176,9 +179,8 @@ def _check_kind(source: Source, head: bytes, kind: Kind) -> None:
 
 
 def _format_of(head: bytes) -> tuple[str, frozenset[Kind]]:
-    """Format of a content that begins with ``head``, and the kinds it may be read as.
-
-    Empty, and all kinds: the format is not known here.
+    """Format of a content that begins with ``head``, and the kinds of media it may be read as. An
+    unknown format gives an empty name and all kinds.
     """
     for offset, magic, name, kinds in _FORMATS:
         if head[offset : offset + len(magic)] == magic:

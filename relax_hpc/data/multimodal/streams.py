@@ -1,15 +1,15 @@
-"""Streams of video and sound files, opened under an allow-list of containers and codecs.
+"""Streams of video and sound files. Only containers and codecs of an allow-list are opened.
 
-FFmpeg also opens playlists, lists of files and network addresses. None of them is in the list, so
-that a file of a data set can never make it read another file.
+FFmpeg would also open playlists, lists of files and network addresses. These are not in the list,
+so that a file of a data set can never make FFmpeg read another file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
 from relax_hpc.data.multimodal.source import unreadable
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from av.frame import Frame
     from av.stream import Stream
 
+S = TypeVar("S", bound="Stream")
 CONTAINERS = (
     *("mov", "matroska", "webm", "avi", "flv", "asf", "mpegts", "mpeg", "ogg", "gif"),
     *("wav", "w64", "aiff", "au", "caf", "flac", "mp3", "aac", "ac3", "eac3", "amr"),
 )
-"""FFmpeg's names of the containers that are read; `mov` is MP4, M4A, 3GP and QuickTime too."""
+"""FFmpeg's names of the containers that are read; `mov` includes MP4, M4A, 3GP and QuickTime."""
 INTRA_CODECS = frozenset({"mjpeg", "prores", "dnxhd", "dvvideo", "huffyuv", "rawvideo", "png"})
-"""Video codecs in which a packet is a whole frame, which depends on no other."""
+"""Video codecs in which a packet is a whole frame that depends on no other frame."""
 VIDEO_CODECS = INTRA_CODECS | {
     *("h264", "hevc", "vp8", "vp9", "av1", "ffv1", "gif", "qtrle", "theora", "flv1", "h263"),
     *("mpeg1video", "mpeg2video", "mpeg4", "msmpeg4v2", "msmpeg4v3", "wmv1", "wmv2"),
-    # No FFmpeg encodes these two, so that no test compares them. Most WMV files use them.
+    # FFmpeg has no encoder for these two, so that no test compares them. Most WMV files use them.
     *("wmv3", "vc1"),
 }
 AUDIO_CODECS = frozenset(
@@ -43,22 +44,21 @@ AUDIO_CODECS = frozenset(
     }
 )
 CUT_ANYWHERE = frozenset({"mpegts", "mpeg", "mp3", "aac", "ac3", "eac3"})
-"""Containers that recorders and servers cut between any two bytes, and that taggers append to.
-Packets that cannot be decoded before the first frame and after the last one are left out, as by
-FFmpeg's own program."""
+"""Containers that recorders and servers cut between any two bytes, and to which taggers append
+data. Packets before the first frame or after the last one that cannot be decoded are skipped, like
+in FFmpeg's program."""
 _OPTIONS = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "file"}
 _WAV_PROBE_BYTES = 32768
-"""FFmpeg 8.1 reads megabytes of each WAV file to see whether its samples are DTS: 22 ms, at this
-limit 1 ms."""
+"""FFmpeg 8.1 reads megabytes of each WAV file to find out whether its samples are DTS, which takes
+22 ms. With this limit it takes 1 ms."""
 
 
 @contextmanager
 def open_container(path: str) -> Iterator[InputContainer]:
-    """The container at ``path``. BadMedium: it is damaged, or of a format that is not in
-    `CONTAINERS`."""
-    # Before decord, here and wherever both are used: decord loads its own FFmpeg with RTLD_GLOBAL
-    # (decord2 3.4.0), and a PyAV that is imported later binds to that one instead of the FFmpeg in
-    # its wheel.
+    """The container at ``path``. BadMedium: it is damaged, or its format is not in `CONTAINERS`."""
+    # PyAV must be imported before decord, here and elsewhere. decord2 3.4.0 loads its FFmpeg with
+    # RTLD_GLOBAL, and a PyAV that is imported later uses that one instead of the FFmpeg in its
+    # wheel.
     import av
 
     options = dict(_OPTIONS)
@@ -67,7 +67,8 @@ def open_container(path: str) -> Iterator[InputContainer]:
             options["probesize"] = str(_WAV_PROBE_BYTES)
     try:
         container = av.open(path, options=options, metadata_errors="ignore")
-    except av.ArgumentError as error:  # FFmpeg's answer for a format outside format_whitelist
+    except av.ArgumentError as error:
+        # FFmpeg 8.1 returns it for a format that is not in format_whitelist.
         raise BadMedium(
             Reason.UNSUPPORTED, f"allowed containers: {', '.join(CONTAINERS)}"
         ) from error
@@ -80,7 +81,8 @@ def open_container(path: str) -> Iterator[InputContainer]:
 
 
 def video_stream(container: InputContainer) -> VideoStream:
-    """The video stream that FFmpeg's program chooses: the default, else the largest; no cover.
+    """The video stream that FFmpeg's program would choose: the default stream, otherwise the
+    largest. Cover pictures do not count.
 
     BadMedium: the file has no video, or none with a codec of `VIDEO_CODECS`.
     """
@@ -91,28 +93,35 @@ def video_stream(container: InputContainer) -> VideoStream:
         for stream in container.streams.video
         if not stream.disposition & Disposition.attached_pic
     ]
-    return _chosen(container, streams, VIDEO_CODECS, lambda stream: stream.width * stream.height)
+    return _choose_stream(
+        container, streams, VIDEO_CODECS, lambda stream: stream.width * stream.height
+    )
 
 
 def audio_stream(container: InputContainer) -> AudioStream:
-    """The sound that FFmpeg's program chooses: the default, else the one of most channels.
+    """The audio stream that FFmpeg's program would choose: the default stream, otherwise the one
+    with the most channels.
 
     BadMedium: the file has no sound, or none with a codec of `AUDIO_CODECS`.
     """
-    return _chosen(container, container.streams.audio, AUDIO_CODECS, lambda stream: stream.channels)
+    return _choose_stream(
+        container, container.streams.audio, AUDIO_CODECS, lambda stream: stream.channels
+    )
 
 
-def _chosen(
+def _choose_stream(
     container: InputContainer,
-    streams: Sequence[Stream],
+    streams: Sequence[S],
     codecs: frozenset[str],
-    size: Callable[[Stream], int],
-) -> Stream:
+    size: Callable[[S], int],
+) -> S:
+    """The default stream of those with a codec of ``codecs``, otherwise the one of most ``size``.
+    It is decoded by one thread, because a node has many workers."""
     from av.stream import Disposition
 
     if not streams:
         raise BadMedium(Reason.NO_STREAM, f"none of its {len(container.streams)} streams")
-    # Telephones write a second sound of a codec that FFmpeg does not decode.
+    # Some phones write a second audio stream with a codec that FFmpeg cannot decode.
     readable = [stream for stream in streams if codec_of(stream) in codecs]
     if not readable:
         present = ", ".join(codec_of(stream) or "unknown" for stream in streams)
@@ -126,17 +135,18 @@ def _chosen(
 
 
 def codec_of(stream: Stream) -> str:
-    """FFmpeg's name of a codec, the same for all of its decoders; empty if it has no decoder."""
+    """FFmpeg's name of a codec, equal for all decoders of the codec; empty if there is no
+    decoder."""
     context = stream.codec_context
     return context.codec.canonical_name if context else ""
 
 
 def packets_of(container: InputContainer, stream: Stream) -> Iterator[Packet]:
-    """Packets of a stream, then one without bytes, by which its decoder gives the frames that it
-    still holds.
+    """Packets of a stream, then an empty packet, for which its decoder returns the frames that it
+    has buffered.
 
-    Empty packets before the end stand for frames that a recorder dropped. They would end the
-    decoding.
+    Empty packets before the end, which recorders write for dropped frames, are skipped, because
+    they would end the decoding.
     """
     packet = None
     for packet in container.demux(stream):
@@ -146,15 +156,16 @@ def packets_of(container: InputContainer, stream: Stream) -> Iterator[Packet]:
         yield packet
 
 
-def decode(container: InputContainer, packets: Iterator[Packet]) -> Iterator[Frame]:
+def decode(container: InputContainer, packets: Iterable[Packet]) -> Iterator[Frame]:
     """Frames of ``packets``, of one stream, in the order in which they are shown or heard.
 
-    BadMedium: a packet cannot be decoded; see `CUT_ANYWHERE` for those that are left out.
+    BadMedium: a packet cannot be decoded; see `CUT_ANYWHERE` for those that are skipped.
     """
     import av
 
     is_cut = container.format.name in CUT_ANYWHERE
-    has_frames, failure = False, None
+    has_frames = False
+    failure: Exception | None = None
     for packet in packets:
         try:
             frames = packet.decode()

@@ -1,4 +1,4 @@
-"""Videos of files: frames drawn evenly, of the size that the model takes, with the time of each
+"""Videos of files: evenly sampled frames, resized for the model, with the time of each temporal
 patch."""
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.medium import Header, Kind, Medium
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.multimodal.sizes import Size
-from relax_hpc.data.multimodal.source import Source, opened, path_of
+from relax_hpc.data.multimodal.source import Source, open_source, path_of
 
 
 def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header:
-    """Header of a video; its packets are read and its first frame is decoded.
+    """Header of a video. All its packets are read, and its first frame is decoded.
 
-    BadMedium: it is none, is damaged, over a limit, or of no format that is read.
+    BadMedium: it is not a video, is damaged, exceeds a limit, or has a format that is not read.
     """
-    with _opened(source, limits) as video:
+    with _open_video(source, limits) as video:
         return rules.video_header(video.count, video.fps, video.first.shape[:2])
 
 
 def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
-    """A video as it is stored. BadMedium: as `header`, or a frame cannot be decoded."""
-    with _opened(source, limits) as video:
+    """A video in its stored form. BadMedium: see `header`; or a frame cannot be decoded."""
+    with _open_video(source, limits) as video:
         header = rules.video_header(video.count, video.fps, video.first.shape[:2])
         size = header.grid[1] * rules.patch, header.grid[2] * rules.patch
         frames = _resized_frames(video, rules.frames(video.count, video.fps), size)
@@ -36,9 +36,9 @@ def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
 
 
 @contextmanager
-def _opened(source: Source, limits: Limits | None) -> Iterator[Video]:
+def _open_video(source: Source, limits: Limits | None) -> Iterator[Video]:
     limits = limits or Limits()
-    with opened(source, Kind.VIDEO, limits) as file, path_of(file) as path:
+    with open_source(source, Kind.VIDEO, limits) as file, path_of(file) as path:
         yield read_video(path, limits)
 
 
@@ -52,5 +52,5 @@ def _resized_frames(video: Video, numbers: np.ndarray, size: Size) -> np.ndarray
         if pixels.shape[:2] == size:
             frame[:] = pixels
         else:
-            frame[:] = resize(Image.fromarray(np.ascontiguousarray(pixels)), size)
+            frame[:] = np.asarray(resize(Image.fromarray(np.ascontiguousarray(pixels)), size))
     return frames if len(unique) == len(numbers) else frames[indices]

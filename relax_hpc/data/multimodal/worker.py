@@ -20,17 +20,17 @@ from relax_hpc.net.workers.serving import bound_memory, serve, write_answer
 
 
 class Decoder:
-    """The work of this process."""
+    """Decoder of media for requests of a `MediaPool`."""
 
-    def __init__(self, first: dict[str, Any]) -> None:
-        self._rules, self._limits = Rules.rebuilt(first["rules"]), Limits(**first["limits"])
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self._rules, self._limits = Rules.from_json(setup["rules"]), Limits(**setup["limits"])
         self._blob = os.memfd_create("blob")
         bound_memory(self._limits.memory_mb)
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Answer to a request."""
+        """Response to a request: the header and maybe the medium, or an error."""
         try:
-            return {"id": message["id"], **self._found(message)}
+            return {"id": message["id"], **self._decode(message)}
         except BadMedium as bad:
             error = [bad.reason, bad.detail]
         except MemoryError:
@@ -39,37 +39,38 @@ class Decoder:
             error = [Reason.CORRUPTED, f"{type(other).__name__}: {other}"]
         return {"id": message["id"], "error": error}
 
-    def _found(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _decode(self, message: dict[str, Any]) -> dict[str, Any]:
         kind, source = Kind(message["kind"]), _source(message)
         rules = with_options(self._rules, MediumOptions(**message["options"]))
         if not message["content"]:
-            return _shown(header(kind, source, rules, self._limits))
+            return _header_fields(header(kind, source, rules, self._limits))
         medium = load(kind, source, rules, self._limits)
-        return _shown(medium.header) | self._handed_over(medium)
+        return _header_fields(medium.header) | self._share_blob(medium)
 
-    def _handed_over(self, medium: Medium) -> dict[str, Any]:
-        """Memory in which the blob is, until the next request: the reader has it open by then."""
+    def _share_blob(self, medium: Medium) -> dict[str, Any]:
+        """Write the medium into a memory file. It stays open until the next request. By then the
+        reader has mapped it."""
         os.close(self._blob)
-        self._blob, parts = os.memfd_create("blob"), medium.parts()
+        self._blob, pieces = os.memfd_create("blob"), medium.parts()
         with os.fdopen(self._blob, "wb", closefd=False) as file:
-            file.writelines(parts)
-        return {"blob": f"/proc/{os.getpid()}/fd/{self._blob}", "media_id": hash_content(*parts)}
+            file.writelines(pieces)
+        return {"blob": f"/proc/{os.getpid()}/fd/{self._blob}", "media_id": hash_content(*pieces)}
 
 
 def _source(message: dict[str, Any]) -> Source:
     return Path(message["path"]) if "path" in message else bytes.fromhex(message["bytes"])
 
 
-def _shown(about: Header) -> dict[str, Any]:
-    return {"kind": about.kind, "grid": about.grid, "seconds": about.seconds}
+def _header_fields(header: Header) -> dict[str, Any]:
+    return {"kind": header.kind, "grid": header.grid, "seconds": header.seconds}
 
 
-def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
-    decoder = Decoder(frames.read(asked))
+def _decode_requests(requests: BinaryIO, answers: BinaryIO) -> None:
+    decoder = Decoder(frames.read(requests))
     write_answer(answers, {"at_once": 1})
     while True:
-        write_answer(answers, decoder.answer(frames.read(asked)))
+        write_answer(answers, decoder.answer(frames.read(requests)))
 
 
 if __name__ == "__main__":
-    serve(_serve)
+    serve(_decode_requests)

@@ -17,8 +17,8 @@ from relax_hpc.config.groups import group_with
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig, ParallelConfig
 from relax_hpc.data.examples import rules_of
-from relax_hpc.data.prompts import Prompt, PromptRules, Tally, prompts_of
-from relax_hpc.data.row_files import DataSet, RowFiles, data_sets, is_there
+from relax_hpc.data.prompts import Prompt, PromptRules, RowCounts, prompts_of
+from relax_hpc.data.row_files import DataSet, RowFiles, data_sets, rows_exist
 from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.ops.checks.model_files import ModelFiles, file_stamp, find_model, missing_packages
@@ -49,7 +49,7 @@ def check_files(config: Config) -> Iterator[str]:
     yield from _critic(config)
     yield from _reward_model(config)
     for rows in data_sets(config.data):
-        if not is_there(rows.path):
+        if not rows_exist(rows.path):
             yield (
                 f"{rows.setting}: found {rows.path!r}, which is not a file; name a jsonl or "
                 "parquet file, or a folder of them"
@@ -181,7 +181,7 @@ def notes(config: Config) -> Iterator[str]:
     for rows in data_sets(config.data):
         # `check_files` reports a set that cannot be read.
         with suppress(ConfigError, OSError):
-            if is_there(rows.path):
+            if rows_exist(rows.path):
                 reading = read_prompts(rows, tokenizer, config)
                 yield from _prompt_notes(rows.setting, reading, config.data)
 
@@ -225,7 +225,7 @@ def _prompt_notes(key: str, reading: PromptReading, data: DataConfig) -> Iterato
 class PromptReading:
     """Counts of the rows of a data set."""
 
-    tally: Tally
+    tally: RowCounts
     total: int = 0
     """Rows of the set, including rows that were not read."""
     named: int = 0
@@ -264,10 +264,10 @@ def _read(
     special_names = None
     if tokenizer:
         special_names = re.compile("|".join(map(re.escape, tokenizer.special_names)) or "(?!)")
-    reading, deadline = PromptReading(tally=Tally()), time.monotonic() + read_s
+    reading, deadline = PromptReading(tally=RowCounts()), time.monotonic() + read_s
     has_media = rules.media is not None
     block_rows = BLOCK_WITH_MEDIA if has_media else BLOCK
-    rows = files.rows(reading.tally.places, has_media)
+    rows = files.rows(reading.tally.locations, has_media)
     prompts = prompts_of(rows, tokenizer, rules, tokens=False)
     with rules.rendering():
         while block := list(islice(prompts, block_rows)):

@@ -150,9 +150,9 @@ def _read_model(path: Path, config: ModelConfig) -> ModelFiles:
 
 def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
     if not (path / "tokenizer.json").is_file():
-        from relax_hpc.data.tokenizer import making
+        from relax_hpc.data.tokenizer import tokenizer_advice
 
-        raise ConfigError(f"found no tokenizer.json in {path}; {making(path)}")
+        raise ConfigError(f"found no tokenizer.json in {path}; {tokenizer_advice(path)}")
     if "tokenizers" in missing_packages():
         return None
     tokenizer = _load_tokenizer(path, tuple(file_stamp(path / name) for name in _TOKENIZER_FILES))

@@ -13,7 +13,7 @@ from relax_hpc.data.examples import rules_of
 from relax_hpc.data.media import MediaRules
 from relax_hpc.data.multimodal.bad_media import BadMedium
 from relax_hpc.data.prompts import Prompt, PromptRules
-from relax_hpc.data.row_files import Places, RowFiles, data_sets
+from relax_hpc.data.row_files import RowFiles, RowLocations, data_sets
 from relax_hpc.data.rows import BadLine
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.ops.checks.model_files import find_model
@@ -68,7 +68,7 @@ def _try_rows(
     files: RowFiles, tokenizer: Tokenizer, rules: PromptRules, media: MediaRules
 ) -> _Trial:
     """Decode the media of up to MAX_ROWS rows, within MAX_TRY_S seconds."""
-    trial, positions = _Trial(), Places()
+    trial, positions = _Trial(), RowLocations()
     deadline = time.monotonic() + MAX_TRY_S
     stride = -(-files.count() // MAX_ROWS)
     with rules.rendering():
@@ -80,7 +80,7 @@ def _try_rows(
             trial.rows += 1
             reason = _media_fault(rules.read(*row, tokenizer), media, trial)
             if reason:
-                trial.bad.append(f"{positions.of(row[0])}: {reason}")
+                trial.bad.append(f"{positions.describe(row[0])}: {reason}")
     return trial
 
 

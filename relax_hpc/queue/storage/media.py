@@ -32,7 +32,7 @@ import xxhash
 from relax_hpc.base.content_id import flat_bytes, hash_content
 from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.rundir import sync_directory, write_atomic
-from relax_hpc.data.media import places_of
+from relax_hpc.data.media import read_placeholder_tokens
 from relax_hpc.queue.row_ids import ticket_of
 from relax_hpc.queue.row_schema import BadRow, Row
 
@@ -253,7 +253,9 @@ def read_placeholders(model: Path) -> dict[str, int]:
 
     Empty for a text model, and if the file does not exist.
     """
-    return {str(kind): medium.placeholder for kind, medium in places_of(model).items()}
+    return {
+        str(kind): medium.placeholder for kind, medium in read_placeholder_tokens(model).items()
+    }
 
 
 def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
-from relax_hpc.data.media import places_of
+from relax_hpc.data.media import read_placeholder_tokens
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.rollout.engines.deadline import SilenceTimeout
 from relax_hpc.rollout.engines.engine import (
@@ -60,7 +60,7 @@ class SimulatedEngine:
         """See `Engine.start`."""
         require_model(self._model_dir)
         self._tokenizer = load_tokenizer(self._model_dir)
-        media_rules = places_of(self._model_dir).values()
+        media_rules = read_placeholder_tokens(self._model_dir).values()
         banned = {rules.placeholder for rules in media_rules}
         vocabulary = range(self._tokenizer.vocab_size)
         self._candidates = [token for token in vocabulary if token not in banned]

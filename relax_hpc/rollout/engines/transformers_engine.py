@@ -81,7 +81,7 @@ class TransformersEngine:
         require_model(self._model_dir)
         self._tokenizer = load_tokenizer(self._model_dir)
         self._placeholders = read_placeholders(self._model_dir)
-        self._rules = Rules.of(self._model_dir) if self._placeholders else None
+        self._rules = Rules.from_model(self._model_dir) if self._placeholders else None
         self._spec = spec_from_config(read_config(self._model_dir), self._ignored)
         self._model, self._ends = await asyncio.to_thread(_build, self._model_dir, self._dtype)
         try:

@@ -40,7 +40,9 @@ class ObservedMedia:
             sources[Kind(part.kind)].append(
                 part.source if isinstance(part.source, bytes) else str(part.source)
             )
-        expanded, media = await asyncio.to_thread(self._rules.placed, ids, sources, self._encode)
+        expanded, media = await asyncio.to_thread(
+            self._rules.expand_placeholders, ids, sources, self._encode
+        )
         if ticket is None:
             return expanded, await self._media.store_for_evaluation(media)
         return expanded, await self._media.store_for_ticket(media, ticket)

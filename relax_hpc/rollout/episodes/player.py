@@ -178,8 +178,8 @@ def stage_of(
         return None
     if kind == AGENT:
         return Agents(config, tokenizer, functools.partial(count, "agent_refused"))
-    settings, how = config.environment, PromptRules.of(config.data, tokenizer)
-    places = dict(how.media.places) if how.media else {}
+    settings, how = config.environment, PromptRules.from_config(config.data, tokenizer)
+    places = dict(how.media.placeholders) if how.media else {}
     cut = functools.partial(count, "observation", "cut")
     bridge = Bridge(tokenizer, how.template, places, settings.max_observation_tokens, cut)
     observed = ObservedMedia(media, how.media, tokenizer) if how.media else None

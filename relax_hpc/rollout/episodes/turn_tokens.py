@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from relax_hpc.data.chat import ChatTemplate, TemplateError
-from relax_hpc.data.media import Place
+from relax_hpc.data.media import PlaceholderTokens
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.base import EnvironmentFault, Message, Part
@@ -32,7 +32,7 @@ class Bridge:
         self,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        places: Mapping[Kind, Place] | None = None,
+        places: Mapping[Kind, PlaceholderTokens] | None = None,
         most: int = 1 << 20,
         note_cut: Callable[[], None] = lambda: None,
     ) -> None:

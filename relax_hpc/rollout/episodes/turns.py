@@ -284,7 +284,7 @@ class Turns:
             self._add(row, name or "")
         self.tape.compare(self.rows.index(row), row, heard)
         places = len(row.prompt) + row.length
-        row.media += tuple(medium.behind(places) for medium in media)
+        row.media += tuple(medium.shifted(places) for medium in media)
         row.draft.append_observation(heard)
         row.roles += [message.role for message in messages]
         return None

@@ -68,7 +68,7 @@ def install(model: Path) -> None:
     patch_on_import(
         {
             "sglang.srt.multimodal.processors.qwen_vl": functools.partial(
-                _read_blobs, Rules.of(model)
+                _read_blobs, Rules.from_model(model)
             ),
             "sglang.srt.models.qwen3_vl_moe": _set_deepstack_levels,
             "sglang.srt.models.qwen3_omni_moe": _encode_sounds_separately,
