@@ -178,7 +178,7 @@ class Rollout:
         """Have the queue take prompt groups, and keep for people what is to be kept of them; what
         was refused."""
         name = self.client.next_shard()
-        refused = await asyncio.to_thread(self.client.generated, rows, name)
+        refused = await asyncio.to_thread(self.client.put_generated, rows, name)
         if kept := [
             row
             for row in rows
