@@ -324,6 +324,11 @@ class Algorithm:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define a loss of a critic")
 
+    def held_out(self, rows: Sequence[Row], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
+        """Return metrics of held-out rows from the policy's ``logprobs`` of their tokens, [tokens]
+        each, in nats. Only algorithms that learn from files define it."""
+        raise NotImplementedError(f"{type(self).__name__} does not define metrics of held-out rows")
+
     def loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss *summed* over ``batch``, with gradient, and sums to log; see
         `relax_hpc.algorithms.losses`."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from relax_hpc.algorithms.base import Algorithm, Prompt, Row, rows_of
+from relax_hpc.algorithms.base import Algorithm, Prompt, rows_of
 
 _FOR_SAMPLED_ROWS = (
     "entropy_coefficient",
@@ -53,11 +53,6 @@ class FromFile(Algorithm):
 
     def given(self, prompts: Sequence[Prompt]) -> list[dict[str, np.ndarray]]:
         return [{} for _ in rows_of(prompts)]
-
-    def held_out(self, rows: Sequence[Row], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
-        """Return metrics of held-out rows from the policy's ``logprobs`` of their tokens, [tokens]
-        each, in nats."""
-        raise NotImplementedError(f"{type(self).__name__} does not define metrics of held-out rows")
 
 
 def _differences(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:

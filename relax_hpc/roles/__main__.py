@@ -1,4 +1,4 @@
-"""`python -m relax_hpc.roles`: one rank of one role. Started by a launcher, never by hand except
+"""`python -m relax_hpc.roles`: one rank of one role. A launcher starts it; start it by hand only
 for debugging."""
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from relax_hpc.roles.start_ahead import NotNeededError, wait_to_begin
 from relax_hpc.training.weights.node_cache import clear_staging
 
 ROLLOUT_SECTIONS = ("rollout", "data", "environment", "eval", "reward", "genrm")
-"""Sections of the configuration whose plug-ins roles call that make rows."""
-MEETING_SHARE = 0.75
-"""Share of liveness.start_timeout_s in which ranks must have met."""
+"""Sections of the configuration whose plug-ins are called by roles that create rows."""
+CONNECT_SHARE = 0.75
+"""Share of liveness.start_timeout_s in which the ranks must connect to each other."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -67,25 +67,27 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--incarnation",
         type=int,
         required=True,
-        help="incarnation of the group, taken by its launcher",
+        help="incarnation of the group, assigned by its launcher",
     )
     parser.add_argument(
-        "--watch", action="store_true", help="leave a mark of its end however it comes"
+        "--watch", action="store_true", help="write an exit mark, whatever ends the process"
     )
     parser.add_argument(
-        "--ahead", action="store_true", help="import all, then wait on standard input to be needed"
+        "--ahead",
+        action="store_true",
+        help="import all libraries, then wait on standard input for the start",
     )
     parser.add_argument(
         "--led",
         action="store_true",
-        help="end only when its parent says so, whatever Slurm signals",
+        help="end only when the parent process asks for it, and ignore signals of Slurm",
     )
     parser.add_argument("--deadline", type=float, help="end of the allocation, seconds since 1970")
     return parser.parse_args(argv)
 
 
 def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFlag) -> None:
-    """Run the role to its end; returns only when it is done."""
+    """Run the role to its end. Return only when its work is done."""
     if args.role == CONTROLLER:
         from relax_hpc.roles import controller
 
@@ -104,13 +106,13 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
     check_required(config)
     ranks = ranks_of(config, args.group, args.role)
     if LOCAL_DIR in os.environ:
-        # Before any library puts compiled code there.
+        # Libraries read this variable when they first write compiled code.
         local_folder()
     address = own_address(config, args.group)
     world = (
         single_rank_world(address)
         if ranks == 1
-        else join_world(address, ranks, config.site.mpi, meeting_s(config))
+        else join_world(address, ranks, config.site.mpi, connect_timeout_s(config))
     )
     logs = run.logs(args.group, args.incarnation)
     redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
@@ -121,9 +123,11 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
         )
         began = time.monotonic()
     log_rotator = LogRotator(find_own_log())
-    talks = world.is_leader or ROLES[args.role].serves
+    has_client = world.is_leader or ROLES[args.role].serves
     member = args.role if world.is_leader else f"{args.role}-{world.rank}"
-    client = QueueClient(run, config, args.group, args.incarnation, member) if talks else None
+    client = None
+    if has_client:
+        client = QueueClient(run, config, args.group, args.incarnation, member)
     if world.is_leader and args.group != "hub":
         publish_card(run, GroupCard(args.group, args.incarnation, world.cards))
     spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role, began)
@@ -145,7 +149,8 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
     try:
         context.report_phase("importing libraries")
         import_role(args.role, config, world.local_rank).run(context)
-        # For its mark, while it beats: who does not is taken for dead.
+        # The exit mark needs disk space. Wait for it here, while heartbeats are still sent: without
+        # them the process is considered dead.
         await_disk_space(logs)
     except Exception as error:
         if not (context.has_worked or stop.is_set()):
@@ -158,22 +163,27 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
 
 
 def raise_programming_error(error: Exception, config: Config, role: str) -> None:
-    """ProgrammingError if ``error`` is a programming error in a plug-in that ``role`` uses."""
-    if text := describe_programming_error(error, plugin_names(settings_of_role(config, role))):
+    """Raise ProgrammingError if ``error`` is a programming error in a plug-in that ``role``
+    uses."""
+    text = describe_programming_error(error, plugin_names(settings_of_role(config, role)))
+    if text:
         raise ProgrammingError(text) from error
 
 
 def settings_of_role(config: Config, role: str) -> dict[str, Any]:
-    """Sections of ``config`` but those whose plug-ins ``role`` imports without calling them."""
-    trains = ROLES[role].trains or role == "advantages"
-    not_called = ROLLOUT_SECTIONS if role in (*WITH_RANKS, "advantages") else ()
-    not_called = not_called if trains else (*not_called, "algorithm")
+    """Return the sections of ``config`` without those whose plug-ins ``role`` imports but never
+    calls."""
+    not_called: tuple[str, ...] = ()
+    if role in (*WITH_RANKS, "advantages"):
+        not_called = ROLLOUT_SECTIONS
+    if not (ROLES[role].trains or role == "advantages"):
+        not_called = (*not_called, "algorithm")
     return {name: value for name, value in to_dict(config).items() if name not in not_called}
 
 
 def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType:
-    """The module of a role, with all that it computes with; ``local_rank`` None: no device is
-    touched."""
+    """Import the module of a role and the libraries of its computation. If ``local_rank`` is None,
+    no device is used."""
     if name in WITH_RANKS and config.model.device == "cuda":
         expand_segments(os.environ)
     with fast_imports(for_good=True):
@@ -185,19 +195,20 @@ def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType
     return role
 
 
-def meeting_s(config: Config) -> float:
-    """Seconds for ranks to look for each other: they say what was not to be had before their
-    supervisor, whose clock began before this process, says that they have not begun to beat."""
+def connect_timeout_s(config: Config) -> float:
+    """Return the seconds in which ranks must connect to each other.
+
+    The limit ends before the supervisor's, whose clock started before this process. The error then
+    names the missing ranks, and not only missing heartbeats.
+    """
     from relax_hpc.base.metrics.spans import process_start_time
 
-    return max(
-        1.0,
-        MEETING_SHARE * config.liveness.start_timeout_s - (time.monotonic() - process_start_time()),
-    )
+    elapsed_s = time.monotonic() - process_start_time()
+    return max(1.0, CONNECT_SHARE * config.liveness.start_timeout_s - elapsed_s)
 
 
 def redirect_output(path: Path) -> None:
-    """Send what this process prints, its libraries included, to its own log."""
+    """Redirect the output of this process and its libraries to its own log."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -212,7 +223,7 @@ def redirect_output(path: Path) -> None:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Run one role; its end is written to its exit mark."""
+    """Run one role and write its exit mark. Return the exit code."""
     die_with_parent()
     ignore_print_errors()
     install_stack_dump()
@@ -227,15 +238,12 @@ def work(args: argparse.Namespace) -> int:
         WAITS.limit_s = longest_wait_s(config)
         serve(args, config, run, stop)
     except NotNeededError as error:
-        # There was no such incarnation, so nobody is to read how it ended.
+        # No such incarnation exists, so no supervisor reads an exit mark of it.
         print(log_entry(f"{args.role}: {error}"), file=sys.stderr, flush=True)
         return EXIT_DONE
     except RelaxError as error:
-        code, reason, stopped = (
-            error.exit_code,
-            str(error),
-            stop.is_set() or isinstance(error, StoppedError),
-        )
+        code, reason = error.exit_code, str(error)
+        stopped = stop.is_set() or isinstance(error, StoppedError)
         is_programming_error = isinstance(error, ProgrammingError)
         if is_programming_error:
             print(log_entry(traceback.format_exc().rstrip()), file=sys.stderr, flush=True)
@@ -243,13 +251,14 @@ def work(args: argparse.Namespace) -> int:
     except Exception as error:
         code, reason = EXIT_RETRY, describe_with_location(error)
         start_error = find_start_error(error)
-        if stop.is_set() and (asked := asked_to_stop(error)):
-            reason, stopped = str(asked), True
+        stop_error = find_stop_error(error) if stop.is_set() else None
+        if stop_error:
+            reason, stopped = str(stop_error), True
         else:
             print(log_entry(traceback.format_exc().rstrip()), file=sys.stderr, flush=True)
     if reason:
         print(log_entry(f"{args.role}: {reason}"), file=sys.stderr, flush=True)
-    # Where there are ranks, their leader has said that all are done (Ranks.close).
+    # If a role with several ranks is done, its leader has already written the mark (Ranks.close).
     if code != EXIT_DONE or args.role not in WITH_RANKS:
         mark = run.exit_mark(args.group, args.incarnation, args.role)
         write_exit_mark(
@@ -263,24 +272,29 @@ def work(args: argparse.Namespace) -> int:
     return code
 
 
-def asked_to_stop(error: BaseException) -> RelaxError | None:
-    """Error behind ``error`` that a stop signal raised; None: there is none. Raised while a lock is
-    taken again at the end of a wait, it is followed by a RuntimeError of the `with` that lets go of
-    the lock."""
+def find_stop_error(error: BaseException) -> RelaxError | None:
+    """Return the error behind ``error`` that a stop signal raised, or None.
+
+    If it was raised while a thread waited for a lock, Python then fails to release the lock, and
+    the `with` statement raises a RuntimeError that hides it.
+    """
     cause = error.__context__
-    while cause and not isinstance(cause, RelaxError):
+    while cause is not None:
+        if isinstance(cause, RelaxError):
+            return cause
         cause = cause.__context__
-    return cause
+    return None
 
 
 def main(
     argv: list[str] | None = None,
     module: str = "relax_hpc.roles",
-    beside: Callable[[], None] | None = None,
+    sidecar: Callable[[], None] | None = None,
 ) -> int:
-    """Run one role, watched if asked to: Slurm tells nobody at once how one of its tasks ended.
+    """Run one role. With --watch a parent process watches it, because Slurm reports the end of a
+    single task late.
 
-    ``module``: the program that this is; ``beside``: see `run_watched`.
+    ``module``: name of this program. ``sidecar``: see `run_watched`.
     """
     set_private_umask()
     args = parse(argv)
@@ -297,19 +311,19 @@ def main(
         return work(args)
     rank = os.environ.get("SLURM_PROCID", "0")
 
-    def ended(code: int) -> int:
+    def handle_end(code: int) -> int:
         if code < 0:
             write_exit_mark(mark, EXIT_RETRY, f"rank {rank} was ended by signal {-code}")
-        # Its supervisor may be on another node.
+        # The supervisor may run on another node and cannot clean up here.
         clear_staging(RunDir(args.run_dir))
         sweep_orphaned_memory()
         return EXIT_RETRY if code < 0 else code
 
-    return run_watched(lambda: work(args), ended, beside)
+    return run_watched(lambda: work(args), handle_end, sidecar)
 
 
 if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
-    # Library threads (gloo, engines) must not keep a finished role alive.
+    # Threads of libraries (gloo, engines) would keep the finished process alive.
     os._exit(exit_code)

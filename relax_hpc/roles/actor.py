@@ -1,4 +1,4 @@
-"""The actor: a trainer role whose model is the policy, of which it publishes every version."""
+"""The actor: a trainer role whose model is the policy. It publishes the versions of the policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_hpc.roles.held_out import HeldOut
 from relax_hpc.roles.inner_forward import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import StepResult, mfu_report, policy_values, staleness_report
-from relax_hpc.roles.trainer_role import Beside, TrainerRole
+from relax_hpc.roles.trainer_role import TrainerHooks, TrainerRole
 from relax_hpc.roles.window_stream import WindowStream
 from relax_hpc.training.device_offload import DeviceOffload
 from relax_hpc.training.model import PUBLISHED_TYPES, PolicyModel
@@ -32,20 +32,19 @@ _COPY = ("actor", "copy of the weights")
 _MOVE = ("actor", "its state to the host or back")
 
 
-class Policy(Beside):
-    """Duties of the actor beside its training: weights to publish, forward roles inside of it,
-    turns on its devices."""
+class Policy(TrainerHooks):
+    """Hooks of the actor: it publishes weights, runs forward roles, and shares its devices."""
 
     def __init__(self, context: Context, ranks: Ranks, model: PolicyModel) -> None:
         self.context, self.config, self.ranks = context, context.config, ranks
         self.spec, self.peak = model.spec, peak_of(model, self.config)
         self.inner = InnerRoles(model, self.config, context.model)
         self.held_out = HeldOut(context, ranks, model) if self.config.algorithm.from_file else None
-        """Evaluation of a run in which no engine evaluates."""
+        """Evaluation of a run without engines."""
         self.trainer = trainer_of(model, self.config)
-        self.away: DeviceOffload | None = None
-        """Host copy of weights and optimizer while engines have the devices; with `colocate`, from
-        `resumed` on."""
+        self.offload: DeviceOffload | None = None
+        """Host copy of weights and optimizer, used while engines have the devices. With `colocate`
+        it exists after `resumed`."""
         self.publisher = Publisher(
             context.run,
             context.client,
@@ -62,85 +61,87 @@ class Policy(Beside):
         )
 
     def publish(self, number: int, due: bool = False) -> None:
-        """Make the present weights version ``number`` of this incarnation, if such a one is
-        published, or ``due``."""
+        """Publish the present weights as version ``number`` of this incarnation if ``due`` is set,
+        or if the settings require this version."""
         last, weights = number == self.config.steps, self.config.weights
-        # Where nobody reads versions, those alone whose files are kept.
+        # If rows come from files, no process reads versions: publish only those whose files are
+        # kept.
         every = weights.keep_every if self.config.algorithm.from_file else weights.publish_every
         if due or last or (every and number % every == 0):
             with self.context.spans("publish", step=number):
                 self.publisher.publish(Version(self.context.incarnation, number), last)
 
     def resumed(self, step: int) -> None:
-        """See `Beside`."""
+        """See `TrainerHooks`."""
         if self.config.colocate:
-            # Not before a checkpoint is loaded, which brings other tensors.
-            self.away = DeviceOffload(self.trainer)
+            # A checkpoint replaces tensors, so it must be loaded before this.
+            self.offload = DeviceOffload(self.trainer)
         self.publish(step, due=True)
         self.end_step(step)
 
     def take_turn(self, step: int, windows: WindowStream) -> None:
-        """Wait until engines that share the devices have made room."""
+        """Wait until engines that share the devices have released them."""
         if self.config.colocate:
             windows.ask(step, _TURN, lambda client: client.training.take_turn("actor", step))
-            self.come_back()
+            self.restore_state()
 
-    def come_back(self) -> None:
-        """See `Beside`."""
-        if self.away:
+    def restore_state(self) -> None:
+        """See `TrainerHooks`."""
+        if self.offload:
             with self.context.spans("wait", cause=_MOVE):
-                self.away.restore()
+                self.offload.restore()
 
     def rate(self, step: int, lr: float) -> float:
-        """See `Beside`; 0 while others learn first, which leaves the weights as they are, bit for
-        bit."""
+        """See `TrainerHooks`. While only the critic learns the rate is 0, which leaves the weights
+        unchanged bit for bit."""
         return lr if self.config.algorithm.trains_policy(step) else 0.0
 
     def begin_step(self, step: int) -> None:
-        """See `Beside`."""
+        """See `TrainerHooks`."""
         self.inner.begin_step()
 
     def prepare(self, step: int, number: int, batches: list[Batch]) -> None:
-        """Score the rows by the forward roles inside of the actor."""
+        """Score the rows with the forward roles inside the actor."""
         if self.inner.roles:
             with self.context.spans("forward", step=step):
-                # The weights to publish are copied from the place where others come now.
+                # Scoring overwrites the weights in place, and the publisher may still copy them.
                 self.publisher.await_copy()
                 self.inner.score(number, batches)
 
     def before_update(self, step: int) -> None:
-        """See `Beside`."""
+        """See `TrainerHooks`."""
         with self.context.spans("wait", step=step, cause=_COPY):
             self.publisher.await_copy()
 
     def trained(self, step: int) -> None:
-        """See `Beside`."""
+        """See `TrainerHooks`."""
         self.publish(step + 1)
 
     def end_step(self, steps: int) -> None:
-        """Evaluate, where no engine does; make room for engines on the same devices."""
+        """Evaluate if no engine does. Release the devices if engines share them."""
         if self.held_out:
             self.held_out.evaluate(steps)
-        if self.away:
+        if self.offload:
             self.publisher.await_copy()
             with self.context.spans("wait", cause=_MOVE):
-                self.away.offload()
+                self.offload.offload()
             self.ranks.ask(lambda client: client.training.end_turn())
 
     def check(self) -> None:
-        """See `Beside`."""
+        """See `TrainerHooks`."""
         self.publisher.check()
 
     def settle(self) -> None:
-        """See `Beside`."""
+        """See `TrainerHooks`."""
         with self.context.spans("publish"):
             self.publisher.settle(self.config.weights.write_timeout_s)
 
     def values(self, result: StepResult, answer: StepTrained) -> dict[str, float]:
-        """See `Beside`."""
-        values = (
-            result.values() if self.held_out else policy_values(result) | staleness_report(answer)
-        )
+        """See `TrainerHooks`."""
+        if self.held_out:
+            values = result.values()
+        else:
+            values = policy_values(result) | staleness_report(answer)
         values |= mfu_report(
             result,
             self.spec,
@@ -154,29 +155,30 @@ class Policy(Beside):
 
 
 def peak_of(model: PolicyModel, config: Config) -> float | None:
-    """Operations a second that the devices of all ranks of the actor can do in bfloat16; None: that
-    is not known."""
+    """Return the bfloat16 operations per second of the devices of all ranks together; None if they
+    are unknown."""
     if (
         model.device.type != "cuda"
         or model.dtype is not torch.bfloat16
         or config.actor.simulated_step_s
     ):
         return None
-    one = peak_flops(torch.cuda.get_device_name(model.device))
-    return one and one * config.actor.parallel.ranks
+    device_peak = peak_flops(torch.cuda.get_device_name(model.device))
+    return device_peak and device_peak * config.actor.parallel.ranks
 
 
 def trainer_of(model: PolicyModel, config: Config) -> Trainer:
-    """Trainer of ``model``, or one that only takes the time that training is said to take."""
+    """Return the trainer of ``model``, or a simulated one that only waits for the configured
+    time."""
     if config.actor.simulated_step_s:
         return SimulatedTrainer(model, config)
     return Trainer.from_settings(model, config.algorithm, config.actor, config.rollout.temperature)
 
 
 def run(context: Context) -> None:
-    """Train to the last step; asked to stop, or out of time, save at a step's edge."""
+    """Train to the last step. On a stop request or at the time limit, save between two steps."""
     config = context.config
-    context.report_phase("meeting its ranks")
+    context.report_phase("connecting its ranks")
     ranks = Ranks(context, config.actor.parallel)
     context.report_phase("loading the model")
     model = PolicyModel(

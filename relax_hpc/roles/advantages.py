@@ -1,5 +1,5 @@
-"""The advantages role: rewards become per-token advantages, as the run's algorithm says. CPU
-only."""
+"""The advantages role: computes per-token advantages from rewards with the run's algorithm. It
+needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ from relax_hpc.queue.process_context import END, HUB, Context
 from relax_hpc.queue.row_schema import Row, nest_rows
 from relax_hpc.queue.storage.media import read_placeholders
 
-_EVERYTHING = 1 << 40
+_ALL_TOKENS = 1 << 40
+"""Budget of a claim without a limit."""
 
 
 def advantages_of(rows: Sequence[Row], algorithm: Algorithm, seed: int) -> list[Row]:
-    """Ids of ``rows`` with what the algorithm gives them; rows come as whole prompt groups, in the
-    order of their ids."""
+    """Return the ids of ``rows`` with the fields that the algorithm gives. ``rows`` are whole
+    prompt groups in the order of their ids."""
     prompts = nest_rows(rows)
     if algorithm.shuffle_rewards:
         prompts = shuffled(prompts, seed)
     return [
-        {"row_id": row["row_id"], **made}
-        for row, made in zip(rows, algorithm.given(prompts), strict=True)
+        {"row_id": row["row_id"], **fields}
+        for row, fields in zip(rows, algorithm.given(prompts), strict=True)
     ]
 
 
-def require_finite(rows: Sequence[Row], made: Sequence[Row], algorithm: Algorithm) -> None:
-    """ConfigError: what the algorithm gives is not finite. The same rewards would give it again."""
-    for row, given in zip(rows, made, strict=True):
+def require_finite(rows: Sequence[Row], row_fields: Sequence[Row], algorithm: Algorithm) -> None:
+    """ConfigError: the algorithm gives values that are not finite. A retry would give the same."""
+    for row, fields in zip(rows, row_fields, strict=True):
         for name in algorithm.gives:
-            if name in given and not np.isfinite(given[name]).all():
+            if name in fields and not np.isfinite(fields[name]).all():
                 raise ConfigError(
-                    f"algorithm.name: {algorithm.name} gives {name} that are not finite, of row "
-                    f"{row['row_id']} with "
-                    f"reward {row.get('reward')}; mend it (does it divide by a spread or a count "
-                    "that may be 0?)"
+                    f"algorithm.name: {algorithm.name} gives {name} that are not finite, for row "
+                    f"{row['row_id']} with reward {row.get('reward')}; correct the algorithm "
+                    "(does it divide by a standard deviation or a count that may be 0?)"
                 )
 
 
 def shuffled(prompts: Sequence[Prompt], seed: int) -> list[list[list[Row]]]:
-    """``prompts`` whose episodes have each other's rewards, the same for the same step."""
+    """Return ``prompts`` with rewards permuted over all episodes. The permutation depends only on
+    ``seed`` and the step."""
     rewards = rewards_of(prompts, fewest=1)
-    drawn = np.random.default_rng([seed, prompts[0][0][0]["ticket"]]).permutation(rewards.ravel())
-    pairs = zip(prompts, drawn.reshape(rewards.shape), strict=True)
-    return [
-        [
-            [{**row, "reward": reward} for row in episode]
-            for episode, reward in zip(prompt, line, strict=True)
-        ]
-        for prompt, line in pairs
-    ]
+    generator = np.random.default_rng([seed, prompts[0][0][0]["ticket"]])
+    permuted = generator.permutation(rewards.ravel()).reshape(rewards.shape)
+    result = []
+    for prompt, prompt_rewards in zip(prompts, permuted, strict=True):
+        pairs = zip(prompt, prompt_rewards, strict=True)
+        result.append([[{**row, "reward": reward} for row in episode] for episode, reward in pairs])
+    return result
 
 
 def run(context: Context) -> None:
     """Serve until the run is finished."""
     client, config = context.client, context.config
+    assert client is not None
     placeholders = read_placeholders(context.run.model)
     context.report_phase("")
     while True:
         with context.spans("wait", cause=HUB) as waiting:
-            claim = client.claim("advantages", _EVERYTHING)
+            claim = client.claim("advantages", _ALL_TOKENS)
             waiting.set_causes(claim.waited if claim else END)
         if claim is None:
             return
@@ -72,7 +72,7 @@ def run(context: Context) -> None:
             if not check_claim(client, claim, placeholders):
                 continue
             rows = client.rows(claim)
-            made = advantages_of(rows, config.algorithm, config.seed)
-            require_finite(rows, made, config.algorithm)
-            client.put(claim.without_results(made), config.algorithm.gives, claim)
+            row_fields = advantages_of(rows, config.algorithm, config.seed)
+            require_finite(rows, row_fields, config.algorithm)
+            client.put(claim.without_results(row_fields), config.algorithm.gives, claim)
         context.report(claim.step, client.store.plane_counts.take_metrics())

@@ -1,4 +1,4 @@
-"""The hub's board: gathers what the roles report and writes one line of metrics a step."""
+"""The hub's board: collects the reports of the roles and writes one line of metrics per step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from relax_hpc.config.roles import POLICY
 from relax_hpc.config.schema import Config
 from relax_hpc.queue.controller.state.queue_state import QueueState
 
-_ADDED_UP = (
+_SUMMED = (
     "perf/rollout_tokens",
     "queue/by_",
     GENERATED,
@@ -37,21 +37,21 @@ _ADDED_UP = (
     COMPONENT_SUM,
     COMPONENT_COUNT,
 )
-"""Prefixes of tags whose values are added up."""
-_TEXTS = 4
-"""Texts of a step in TensorBoard, at most."""
-_ELSEWHERE = ("name", "run_dir", "groups", "site", "slurm")
-"""Parts of a configuration that say where a run is, and nothing of what is learned."""
+"""Prefixes of tags whose values are summed."""
+_MAX_TEXTS = 4
+"""Most texts of a step in TensorBoard."""
+_NOT_LEARNING = ("name", "run_dir", "groups", "site", "slurm")
+"""Sections of a configuration that do not affect learning."""
 _COMPARED = (
     *("algorithm.name", "actor.optimizer.lr", "prompts_per_step", "samples_per_prompt"),
     *("max_staleness", "steps", "seed"),
 )
-"""Settings that TensorBoard's table of runs shows even if they are the defaults."""
+"""Settings that TensorBoard's table of runs always shows, even with default values."""
 _NO_DEFAULT = object()
 
 
 class Board:
-    """Collects reports until the actor's closes the step."""
+    """Collects reports until the actor's report completes the step."""
 
     def __init__(self, run_dir: Path, incarnation: int, steps: int, state: QueueState) -> None:
         rows = read_metrics(run_dir)
@@ -68,45 +68,44 @@ class Board:
     def report(
         self, role: str, step: int, values: dict[str, float], seconds: dict[str, float]
     ) -> None:
-        """Take a role's report; an evaluation is written at once, a step when the actor reports it,
-        with what other trainers have reported since the last."""
+        """Record a role's report. An evaluation is written immediately. A step is written when the
+        actor reports it, with the reports of other trainers since the last step."""
         if role == "eval":
             self.writer.write(step, values)
             self._scores = values
             return
-        for what, spent in seconds.items():
-            self._seconds[role][what] += spent
+        for kind, spent_s in seconds.items():
+            self._seconds[role][kind] += spent_s
         if role in self.state.plan.trainers and role != POLICY:
             values = {
                 f"trainer/{role}_{tag.replace('/', '_')}": value for tag, value in values.items()
             }
         for tag, value in values.items():
-            self._values[tag] = self._values[tag] + value if tag.startswith(_ADDED_UP) else value
+            self._values[tag] = self._values[tag] + value if tag.startswith(_SUMMED) else value
         if role == POLICY:
             self._write(step)
 
     def note_first_failure(
         self, group: str, reason: str, detail: str, location: str, traceback: str
     ) -> None:
-        """Write down the first failure of its kind that a process of ``group`` has seen."""
+        """Write the first failure of its kind in a process of ``group`` to the run directory."""
         origin = ErrorOrigin(location, traceback)
         self._failures.write(FirstFailure.from_origin(group, reason, detail, origin))
 
     def show(self, step: int, texts: Iterable[str]) -> None:
         """Show a few texts of a step in TensorBoard."""
-        for text in list(texts)[: _TEXTS - self._shown[step]]:
+        for text in list(texts)[: _MAX_TEXTS - self._shown[step]]:
             self.writer.tensorboard.show(step, "samples", text)
             self._shown[step] += 1
 
-    def configured(self, config: Config) -> None:
-        """Tell TensorBoard how the run is configured, and what to judge that by."""
+    def log_settings(self, config: Config) -> None:
+        """Write the settings of the run to TensorBoard, and the metrics by which runs are
+        compared."""
         from_file = config.algorithm.from_file
-        scores = [
-            f"eval/{name}/{'loss' if from_file else config.eval.metric}"
-            for name in config.data.eval
-        ]
-        metric = "loss/policy" if from_file else "reward/mean"
-        self.writer.tensorboard.configured(settings_of(config), [metric, *scores])
+        metric = "loss" if from_file else config.eval.metric
+        scores = [f"eval/{name}/{metric}" for name in config.data.eval]
+        objective = "loss/policy" if from_file else "reward/mean"
+        self.writer.tensorboard.configured(settings_of(config), [objective, *scores])
 
     def _write(self, step: int) -> None:
         values = dict(self._values) | self._shares() | self._queue()
@@ -119,12 +118,13 @@ class Board:
         if training:
             values["perf/train_tokens_per_s"] = values["perf/trained_tokens"] / training
         cached = values.pop(CACHED, 0.0)
-        if read := values.pop(READ, 0.0):
+        read = values.pop(READ, 0.0)
+        if read:
             values["perf/cached_share"] = cached / read
         total = values.pop(GENERATED_SUM, 0.0)
-        if count := values.get(GENERATED):
-            # Beside reward/mean, of what was kept and trained on: a filter leaves of easy prompts
-            # the worst.
+        count = values.get(GENERATED)
+        if count:
+            # reward/mean is over the rows that a filter kept: of easy prompts, the worst responses.
             values["reward/mean_generated"] = total / count
         self.writer.write(step, _with_components(values))
         self._next = step + 1
@@ -135,8 +135,8 @@ class Board:
         self._shown.clear()
 
     def _shares(self) -> dict[str, float]:
-        """Shares of each role's time since the last step that it waited, for whom, and seconds by
-        kind."""
+        """Return, per role, the shares of its time since the last step that it waited, by cause,
+        and its seconds by kind."""
         shares: dict[str, float] = {}
         for role, seconds in self._seconds.items():
             shares |= tags_of_time(role, seconds)
@@ -144,14 +144,12 @@ class Board:
 
     def _queue(self) -> dict[str, float]:
         state = self.state
-        served = [
-            version for _, version in state.weights.readers.values() if version in state.lineage
-        ]
-        lags = (
-            [state.weights.newest.number - version.number for version in served]
-            if state.weights.newest
-            else []
-        )
+        newest = state.weights.newest
+        lags = []
+        if newest:
+            for _, version in state.weights.readers.values():
+                if version in state.lineage:
+                    lags.append(newest.number - version.number)
         values = {f"queue/{name}": float(count) for name, count in state.tickets.depth().items()}
         values |= {
             f"queue/dropped_{reason}": float(count)
@@ -161,14 +159,12 @@ class Board:
             f"queue/{name.replace('/', '_')}": float(count)
             for name, count in state.counts.noted.items()
         }
-        values["weights/version"] = float(
-            state.weights.newest.number if state.weights.newest else 0
-        )
+        values["weights/version"] = float(newest.number if newest else 0)
         values["weights/publish_lag"] = float(max(lags, default=0))
         return values
 
-    def rolled_back(self, step: int) -> None:
-        """Training goes on at ``step``; what was written of it and later steps no longer counts."""
+    def roll_back(self, step: int) -> None:
+        """Continue at ``step``. Metrics of this step and of later steps no longer count."""
         if step < self._next:
             self.writer.rolled_back(step)
             self._next = step
@@ -179,25 +175,21 @@ class Board:
 
 
 def _with_components(values: Mapping[str, float]) -> dict[str, float]:
-    """``values`` with the mean of each component of the reward, in the place of what it is made
-    of."""
-    counts = {
-        tag.removeprefix(COMPONENT_COUNT): n
-        for tag, n in values.items()
-        if tag.startswith(COMPONENT_COUNT)
-    }
-    means = {
-        f"reward/component_{name}": values[COMPONENT_SUM + name] / count
-        for name, count in counts.items()
-    }
-    return {
-        tag: v for tag, v in values.items() if not tag.startswith((COMPONENT_SUM, COMPONENT_COUNT))
-    } | means
+    """Return ``values`` with the mean of each reward component instead of its sum and count."""
+    means = {}
+    plain = {}
+    for tag, value in values.items():
+        if tag.startswith(COMPONENT_COUNT):
+            name = tag.removeprefix(COMPONENT_COUNT)
+            means[f"reward/component_{name}"] = values[COMPONENT_SUM + name] / value
+        elif not tag.startswith(COMPONENT_SUM):
+            plain[tag] = value
+    return plain | means
 
 
 def settings_of(config: Config) -> dict[str, bool | float | str]:
-    """Settings for TensorBoard's table, by their dotted keys: those that differ from the defaults,
-    and those that people compare first.
+    """Return settings for TensorBoard's table, by their dotted keys: those that differ from the
+    defaults, and those that people compare first.
 
     >>> settings_of(Config(steps=7))["steps"]
     7
@@ -205,13 +197,10 @@ def settings_of(config: Config) -> dict[str, bool | float | str]:
     False
     """
     defaults = dict(leaves(asdict(Config())))
-    settings = {
-        key: value
-        for key, value in leaves(asdict(config))
-        if key in _COMPARED or value != defaults.get(key, _NO_DEFAULT)
-    }
-    return {
-        key: value
-        for key, value in settings.items()
-        if key.partition(".")[0] not in _ELSEWHERE and isinstance(value, bool | int | float | str)
-    }
+    settings = {}
+    for key, value in leaves(asdict(config)):
+        is_shown = key in _COMPARED or value != defaults.get(key, _NO_DEFAULT)
+        affects_learning = key.partition(".")[0] not in _NOT_LEARNING
+        if is_shown and affects_learning and isinstance(value, bool | int | float | str):
+            settings[key] = value
+    return settings

@@ -1,8 +1,8 @@
-"""A trainer role's part of checkpoints: saved beside training, counted once the queue has journaled
-it, resumed from.
+"""A trainer role's part of checkpoints: saved during training, and valid when the queue has
+journaled it.
 
-A checkpoint is one cut over all roles of a run that train: it is whole when each has saved its part
-of the same step, and only what is whole is resumed from.
+A checkpoint contains the same step of all roles that train. It is whole when each of them has saved
+its part, and a run resumes only from a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from relax_hpc.training.checkpoint import store
 from relax_hpc.training.checkpoint.saver import Saver
 from relax_hpc.training.trainer import Trainer
 
-_WORDS = 500
+_MAX_REASON_CHARS = 500
 
 
 class Checkpoints:
-    """Checkpoints of one rank; every rank makes and calls it alike."""
+    """Checkpoints of one rank. Every rank creates it and makes the same calls."""
 
     def __init__(self, context: Context, ranks: Ranks, trainer: Trainer) -> None:
-        self.context, self.config, self.ranks, self.trainer = (
-            context,
-            context.config,
-            ranks,
-            trainer,
-        )
+        self.context = context
+        self.config = context.config
+        self.ranks = ranks
+        self.trainer = trainer
         settings, client = self.config.checkpoint, context.client
         self.saver = Saver(
             trainer,
@@ -47,24 +45,23 @@ class Checkpoints:
             stands=lambda: client is None or client.beat.is_blocked,
         )
         self.saved: tuple[int, float] = 0, time.time()
-        """Newest step that this role has saved, and when that was, of the wall clock."""
+        """Newest step that this role has saved, and the wall-clock time of the save."""
         self.part = "" if context.role == POLICY else context.role
         """Part of the names of its folders; empty for the policy."""
 
     def load(self) -> int:
-        """Load this role's part of the newest checkpoint that verifies; the step to begin with: 0
-        if there is none.
+        """Load this role's part of the newest checkpoint that verifies. Return the step to begin
+        with: 0 if there is no checkpoint.
 
-        RelaxError if there are some and none verifies: to begin anew would lose all that they hold,
-        and a filesystem that is ill now may have them whole later.
+        RelaxError: checkpoints exist and none verifies. A start from the beginning would lose all
+        work, and a filesystem with a fault may be repaired later.
         """
         role = self.context.role
         self.saver.prepare()
         self.context.report_phase("")
-        found = self.ranks.ask(lambda client: then(client.training.checkpoints(role), _messages))
-        points = [
-            point for point in reversed([Checkpoint(**about) for about in found]) if point.whole
-        ]
+        messages = self.ranks.ask(lambda client: then(client.training.checkpoints(role), _messages))
+        points = [Checkpoint(**message) for message in messages]
+        points = [point for point in reversed(points) if point.whole]
         step = self._newest(points) if points else 0
         self.saved = step, time.time()
         self.saver.ready()
@@ -73,32 +70,29 @@ class Checkpoints:
         return step
 
     def _newest(self, points: Sequence[Checkpoint]) -> int:
-        """The step of the first of ``points``, newest first, that verifies."""
+        """Load the first of ``points``, newest first, that verifies. Return its step."""
         failures = []
         for point in points:
             directory = self.context.run.checkpoints / point.name
             self.context.report_phase(f"loading checkpoint {point.name}")
             try:
-                return int(
-                    store.load(directory, self.trainer, self.ranks.control, point.digest)["step"]
-                )
+                loaded = store.load(directory, self.trainer, self.ranks.control, point.digest)
+                return int(loaded["step"])
             except store.CheckpointError as error:
                 print(f"skipping a checkpoint that does not verify: {error}", flush=True)
                 failures.append(str(error))
         raise RelaxError(
-            f"checkpoints: none of {len(points)} verifies ({failures[0]}); bring one back as it "
-            "was, or go on from the weights of a version in a new run"
+            f"checkpoints: none of {len(points)} verifies ({failures[0]}); restore one of them, or "
+            "start a new run from the weights of a version"
         )
 
     def save(self, step: int) -> None:
-        """Save everything that training step ``step`` needs; what is older than `keep_last` goes
-        once it is saved."""
+        """Save everything that training step ``step`` needs. When it is saved, checkpoints older
+        than `keep_last` are deleted."""
         with self.context.spans("checkpoint", step=step):
             incarnation = self.context.incarnation
-            name, first = (
-                checkpoint_name(self.part, incarnation, step),
-                step * self.config.prompts_per_step,
-            )
+            name = checkpoint_name(self.part, incarnation, step)
+            first = step * self.config.prompts_per_step
             meta = {
                 "step": step,
                 "first_ticket": first,
@@ -109,39 +103,42 @@ class Checkpoints:
             self.saver.save(self.context.run.checkpoints / name, meta, journal)
 
     def journal(self, step: int, at: float, name: str, digest: str) -> None:
-        """A checkpoint counts from here on. In the leader's saving thread."""
+        """Make the checkpoint valid. It runs in the leader's saving thread."""
         client, root = self.context.client, self.context.run.checkpoints
+        assert client is not None
         client.training.checkpoint(step, name, digest, self.context.role).result()
         self.saved, client.beat.unsaved = (step, at), {}
         points = client.training.checkpoints(self.context.role).result()
-        kept = {point.name for point in kept_points(points, self.config.checkpoint)}
+        kept = {point.name for point in checkpoints_to_keep(points, self.config.checkpoint)}
         store.remove_others(root, kept, self.context.incarnation, self.part)
 
-    def _note_unsaved(self, why: str) -> None:
-        """Note that a checkpoint was not written, in the leader's saving thread."""
+    def _note_unsaved(self, reason: str) -> None:
+        """Report that a checkpoint was not written. It runs in the leader's saving thread."""
         client, (step, at) = self.context.client, self.saved
-        client.status.note("checkpoint_unwritten", why, "unwritten")
+        assert client is not None
+        client.status.note("checkpoint_unwritten", reason, "unwritten")
         client.beat.unsaved = {
             "step": step,
             "since": at,
             "failed": self.saver.failed,
-            "why": why[:_WORDS],
+            "why": reason[:_MAX_REASON_CHARS],
         }
 
-    def unsaved(self, step: int, saved: int) -> bool:
-        """Whether there is something to save at ``step``, ``saved`` being the last that was tried;
-        for all ranks."""
+    def needs_save(self, step: int, saved: int) -> bool:
+        """Whether the state at ``step`` has to be saved; ``saved`` is the step of the last attempt.
+        The result is the same in all ranks."""
         with self.context.spans("checkpoint", step=step):
             self.saver.wait()
         return self.ranks.tell({"unsaved": step > saved or bool(self.saver.failure)})["unsaved"]
 
     def settle(self) -> None:
-        """Wait for what is still being written."""
+        """Wait until pending checkpoints are written."""
         with self.context.spans("checkpoint"):
             self.saver.settle()
 
     def values(self, step: int) -> dict[str, float]:
-        """Scalars after training step ``step``: how many steps a resume would lose."""
+        """Return scalars after training step ``step``: the number of steps that a resume would
+        repeat."""
         return {
             "perf/unsaved_steps": step + 1 - self.saved[0],
             "perf/unsaved_checkpoints": self.saver.failed,
@@ -152,20 +149,19 @@ def _messages(points: list[Checkpoint]) -> list[dict[str, Any]]:
     return [asdict(point) for point in points]
 
 
-def kept_points(points: list[Checkpoint], config: CheckpointConfig) -> list[Checkpoint]:
-    """The checkpoints that stay: the last whole ones, every so-manyth, and what others have yet to
-    save their part of.
+def checkpoints_to_keep(points: list[Checkpoint], config: CheckpointConfig) -> list[Checkpoint]:
+    """Return the checkpoints that are not deleted: the last whole ones, those of `keep_every`, and
+    those of which other roles have not saved their part yet.
 
-    >>> points = [Checkpoint(step=step, incarnation=1, name=f"c{step}", digest="") for step in (10,
-    ...     20, 30, 40)]
-    >>> points.append(Checkpoint(step=50, incarnation=1, name="c50", digest="", whole=False))
-    >>> [point.step for point in kept_points(points, CheckpointConfig(keep_last=1, keep_every=20))]
-    [20, 40, 50]
+    >>> def saved(step, whole=True):
+    ...     return Checkpoint(step=step, incarnation=1, name=f"c{step}", digest="", whole=whole)
+    >>> points = [saved(10), saved(20), saved(30), saved(40, whole=False)]
+    >>> settings = CheckpointConfig(keep_last=1, keep_every=20)
+    >>> [point.step for point in checkpoints_to_keep(points, settings)]
+    [20, 30, 40]
     """
-    every, whole = config.keep_every, [point for point in points if point.whole]
+    whole = [point for point in points if point.whole]
     old, last = whole[: -config.keep_last], whole[-config.keep_last :]
-    return (
-        [p for p in old if every and not p.step % every]
-        + last
-        + [point for point in points if not point.whole]
-    )
+    every = config.keep_every
+    permanent = [point for point in old if every and point.step % every == 0]
+    return permanent + last + [point for point in points if not point.whole]

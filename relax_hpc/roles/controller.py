@@ -18,21 +18,21 @@ from relax_hpc.queue.controller.server import Controller
 from relax_hpc.queue.plan import Plan
 from relax_hpc.roles.board import Board
 
-_ELSEWHERE = ("checkpoints", "logs", "queue", "rendezvous", "tensorboard", "weights")
-"""Folders of a run whose writers sync what must not be lost."""
+_SYNCED_BY_WRITERS = ("checkpoints", "logs", "queue", "rendezvous", "tensorboard", "weights")
+"""Folders of a run whose writers sync their files themselves."""
 _TRACKERS_SHARE = 0.5
-"""Share of liveness.stop_timeout_s in which trackers may finish. The supervisor kills the hub after
-all of it."""
+"""Share of liveness.stop_timeout_s in which trackers may finish. After the whole time the
+supervisor kills the hub."""
 
 
 def make_durable(directory: RunDir) -> None:
-    """Put on disk what the run was prepared with: without it, what the queue accepts could not be
-    gone on with."""
+    """Sync the files that were written before the run started. Without them the queue could not
+    continue the run after a power loss."""
     for top, folders, files in os.walk(directory.root):
         if Path(top) == directory.root:
-            folders[:] = [name for name in folders if name not in _ELSEWHERE]
+            folders[:] = [name for name in folders if name not in _SYNCED_BY_WRITERS]
         for path in [Path(top, name) for name in files if not name.startswith(".")]:
-            # What it may not read is not its own.
+            # A file that this process may not read is not part of the run.
             with contextlib.suppress(PermissionError):
                 if path.is_file():
                     sync_directory(path)
@@ -41,9 +41,10 @@ def make_durable(directory: RunDir) -> None:
 
 
 def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -> bool:
-    """Serve until asked to stop; whether the run was finished by then."""
+    """Serve until the process is asked to stop. Return whether the run was finished by then."""
     durability = config.queue.durability
-    if durable := durability == "commit":
+    durable = durability == "commit"
+    if durable:
         make_durable(directory)
     address, lease_s = own_address(config, "hub"), config.liveness.lease_s
     controller = Controller(
@@ -56,18 +57,18 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -
         gathers=True,
     )
     board = Board(directory.root, incarnation, config.steps, controller.state)
-    board.configured(config)
+    board.log_settings(config)
     logs = directory.logs("hub", incarnation)
     trackers = TrackerProcesses(directory, config.metrics.trackers, logs, board.note_first_failure)
     unmarked = WriteRetry(directory.finished)
     controller.service.on_report = board.report
     controller.service.on_show = board.show
     controller.service.on_first_failure = board.note_first_failure
-    controller.service.on_resume = board.rolled_back
+    controller.service.on_resume = board.roll_back
     controller.service.save_clock = SaveClock(config.checkpoint)
     publish_card(directory, GroupCard("hub", incarnation, [], controller.endpoint))
 
-    def ended() -> bool:
+    def should_end() -> bool:
         trackers.report_failures()
         done = controller.state.progress.finished() and not controller.stuck
         if done and not directory.finished.exists() and unmarked.is_due():
@@ -79,7 +80,7 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -
                 unmarked.note_failure(error)
         return stop.is_set()
 
-    controller.serve(until=ended)
+    controller.serve(until=should_end)
     controller.close()
     trackers.close(_TRACKERS_SHARE * config.liveness.stop_timeout_s)
     board.close()

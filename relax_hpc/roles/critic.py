@@ -1,8 +1,8 @@
-"""The critic: a trainer role that gives rows their values before it trains on them.
+"""The critic: a trainer role that gives rows values before it trains on them.
 
-Rows that wait for values are scored whenever the critic waits for rows to train on, by the weights
-that it has then: advantages, which those have, follow from the values. At staleness 0 rows of step
-t are scored by the critic as it is before its first update of that step.
+The critic scores rows that lack values whenever it waits for rows to train on, with its present
+weights. Advantages are computed from the values. At staleness 0 the rows of step t are scored
+before the critic's first update of that step.
 """
 
 from __future__ import annotations
@@ -25,47 +25,51 @@ from relax_hpc.queue.storage.media import read_placeholders
 from relax_hpc.roles.forward import score_rows
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import StepResult
-from relax_hpc.roles.trainer_role import Beside, TrainerRole
+from relax_hpc.roles.trainer_role import TrainerHooks, TrainerRole
 from relax_hpc.training.critic import CriticModel, CriticTrainer
 from relax_hpc.training.models.hf_files import read_config
 
 
-class Values(Beside):
-    """Duties of the critic beside its training: rows to score."""
+class Values(TrainerHooks):
+    """Hooks of the critic: it scores rows while it waits."""
 
     def __init__(self, context: Context, ranks: Ranks, model: CriticModel) -> None:
         self.context, self.ranks, self.model = context, ranks, model
         self.settings = context.config.critic
         self.placeholders = read_placeholders(context.model)
-        self.asked: Future[Claim | None] | None = None
+        self.pending: Future[Claim | None] | None = None
         """Claim of the next rows without values, in the leader."""
 
     def due(self, step: int) -> Future | None:
-        """See `Aside`. At staleness 0 rows of a later step wait until the weights are that
-        step's."""
-        if self.asked is None:
+        """See `IdleWork`. At staleness 0 rows of a later step wait until that step begins."""
+        if self.pending is None:
+            assert self.context.client is not None
             budget = self.settings.pack_tokens * self.settings.parallel.data
-            self.asked = self.context.client.submit_claim(ROLES["critic"].scores, budget)
-        if not self.asked.done():
-            return self.asked
-        claim = self.asked.result()
-        early = claim is not None and self.context.config.max_staleness == 0 and claim.step > step
-        return None if claim is None or early else self.asked
+            self.pending = self.context.client.submit_claim(ROLES["critic"].scores, budget)
+        if not self.pending.done():
+            return self.pending
+        claim = self.pending.result()
+        if claim is None:
+            return None
+        is_early = self.context.config.max_staleness == 0 and claim.step > step
+        return None if is_early else self.pending
 
     def take(self) -> dict[str, Any]:
-        """See `Aside`; nothing, if the rows were given back."""
-        claim, self.asked = self.asked.result(), None
+        """See `IdleWork`. The message contains no claim if the rows were given back."""
+        assert self.pending is not None and self.context.client is not None
+        claim, self.pending = self.pending.result(), None
+        assert claim is not None
         client = self.context.client
         sound = self.ranks.control.run_while_others_wait(
             lambda: check_claim(client, claim, self.placeholders)
         )
         return {"claim": claim.message() if sound else None}
 
-    def do(self, told: dict[str, Any]) -> None:
-        """Give the rows of a claim their values."""
-        if not told["claim"]:
+    def do(self, message: dict[str, Any]) -> None:
+        """Compute the values of the rows of a claim."""
+        if not message["claim"]:
             return
-        claim = Claim.from_message(told["claim"])
+        claim = Claim.from_message(message["claim"])
         with self.context.spans("queue", step=claim.step):
             rows = self.ranks.rows(claim, self.ranks.control)
         if rows is None:
@@ -79,23 +83,24 @@ class Values(Beside):
                 self._put(rows, values, claim)
 
     def _put(self, rows: Sequence[Row], values: Sequence[np.ndarray], claim: Claim) -> None:
-        made = [
+        assert self.context.client is not None
+        fields = [
             {"row_id": row["row_id"], "values": value}
             for row, value in zip(rows, values, strict=True)
         ]
-        self.context.client.put(made, fields_by("critic"), claim)
+        self.context.client.put(fields, fields_by("critic"), claim)
 
     def values(self, result: StepResult, answer: StepTrained) -> dict[str, float]:
-        """See `Beside`."""
+        """See `TrainerHooks`."""
         return result.values() | {
             "value/explained_variance": explained_variance(result.of_first_pass())
         }
 
 
 def run(context: Context) -> None:
-    """Train to the last step; asked to stop, or out of time, save at a step's edge."""
+    """Train to the last step. On a stop request or at the time limit, save between two steps."""
     config = context.config
-    context.report_phase("meeting its ranks")
+    context.report_phase("connecting its ranks")
     ranks = Ranks(context, config.critic.parallel)
     context.report_phase("loading the model")
     directory = Path(config.model.critic_path) if config.model.critic_path else context.model

@@ -1,9 +1,9 @@
-"""The data role: puts the rows of a file into the queue, in place of engines that draw them. CPU
-only.
+"""The data role: puts the rows of a file into the queue, instead of engines that generate rows. It
+needs no GPU.
 
-Which row of the file a ticket gets depends on the seed and the ticket alone, so nothing here has to
-be kept: whoever comes after a death puts the same. Rows have no age. They carry the version that
-was the newest when they were put, since a version is what the queue tells lineages apart by.
+The row of a ticket depends only on the seed and the ticket, so no state is stored: after a restart
+the role puts the same rows. Rows have no age. They carry the version that was the newest when they
+were put, because the queue identifies the lineage of rows by a version.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
@@ -36,9 +36,9 @@ from relax_hpc.training.weights.subscriber import NOTHING
 
 T = TypeVar("T")
 FIELDS = tuple(name for name in GENERATED if name != "rollout_logprobs")
-"""Fields of its rows: nobody drew them, with whatever probability."""
-_AT_ONCE = 256
-"""Tickets that are asked for together."""
+"""Fields of its rows. No policy sampled them, so they have no log-probabilities."""
+_MAX_TICKETS = 256
+"""Most tickets in one request."""
 _LONG_S = 30 * 86400.0
 _FOR_NEWS = [(*NEWS, math.inf)]
 
@@ -48,6 +48,7 @@ def run(context: Context) -> None:
     client, config = context.client, context.config
     context.report_phase("reading rows")
     examples = open_train(context.run, config, load_tokenizer(context.model))
+    assert client is not None
     note_bad_lines(client, examples)
     context.report_phase("")
     with ExampleMedia(context) as media:
@@ -59,7 +60,7 @@ class ExampleMedia:
 
     def __init__(self, context: Context) -> None:
         settings = context.config.data.multimodal
-        # Its workers belong to an event loop.
+        # The media workers belong to an event loop.
         self._runner = asyncio.Runner()
         self._media = PromptMedia(context.client, context.model, context.run.eval_media, settings)
 
@@ -71,11 +72,12 @@ class ExampleMedia:
         self._runner.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Result of ``work``."""
+        """Return the result of ``work``."""
         return self._runner.run(work)
 
     def stored_for_evaluation(self, examples: Sequence[Example]) -> list[Example]:
-        """``examples`` with their media stored, in order. BadMedium: one of them cannot be used."""
+        """Store the media of ``examples`` and return them in order. BadMedium: a medium cannot be
+        used."""
 
         async def stored() -> list[Example]:
             return await asyncio.gather(*(self.stored(example, None) for example in examples))
@@ -83,8 +85,8 @@ class ExampleMedia:
         return self.run(stored())
 
     async def stored(self, example: Example, ticket: int | None) -> Example:
-        """``example`` with its media stored for ``ticket``, or, if that is None, as those of an
-        evaluation. BadMedium, BadMedia: one of them cannot be used."""
+        """Return ``example`` with its media stored for ``ticket`` or, if it is None, for
+        evaluation. BadMedium, BadMedia: a medium cannot be used."""
         if example.fault:
             raise example.fault
         sequences = []
@@ -98,69 +100,78 @@ class ExampleMedia:
 
 
 class Feeder:
-    """Puts the row of every ticket that it is admitted to, and follows the versions that admit
-    it."""
+    """Puts the rows of every admitted ticket, and reports the versions that admit further
+    tickets."""
 
     def __init__(self, context: Context, source: PromptSource, media: ExampleMedia) -> None:
+        assert context.client is not None
         self.context, self.client, self.source, self.media = context, context.client, source, media
         self.outcomes = Outcomes(context.config.rollout)
         self.reader = f"{context.group}/data"
         self.newest = NOTHING
-        self.news: Future[PublishedVersion | None] = self._next()
-        self.asked: Future[Admission | None] = self.client.tickets.admit(self.reader, _AT_ONCE)
+        self.news: Future[PublishedVersion | None] = self._await_version()
+        self.admission: Future[Admission | None] = self._request_tickets()
 
     def serve(self) -> None:
         """Put rows until there are no more tickets."""
         while True:
             with self.context.spans("wait", cause=HUB) as waiting:
-                done, _ = wait((self.news, self.asked), return_when=FIRST_COMPLETED)
-                answers = [future.result() for future in done]
-                admitted = self.asked.result() if self.asked in done else None
-                waiting.set_causes(
-                    admitted.waited if admitted else END if None in answers else _FOR_NEWS
-                )
-            if None in answers:
+                futures: list[Future[Any]] = [self.news, self.admission]
+                done, _ = wait(futures, return_when=FIRST_COMPLETED)
+                is_over = any(future.result() is None for future in done)
+                admitted = self.admission.result() if self.admission in done else None
+                if admitted:
+                    waiting.set_causes(admitted.waited)
+                else:
+                    waiting.set_causes(END if is_over else _FOR_NEWS)
+            if is_over:
                 return
-            if self.news in done:
-                self._follow()
+            news = self.news.result() if self.news in done else None
+            if news:
+                self._follow(news)
             if admitted:
                 self._put(admitted)
-                self.asked = self.client.tickets.admit(self.reader, _AT_ONCE)
+                self.admission = self._request_tickets()
 
-    def _follow(self) -> None:
-        """Note the version that was announced."""
-        self.newest = Version.parse(self.news.result().version)
+    def _request_tickets(self) -> Future[Admission | None]:
+        return self.client.tickets.admit(self.reader, _MAX_TICKETS)
+
+    def _follow(self, news: PublishedVersion) -> None:
+        """Report the announced version as served, and wait for the next one."""
+        self.newest = Version.parse(news.version)
         self.client.weights.serve(self.reader, self.newest).result()
-        self.news = self._next()
+        self.news = self._await_version()
 
-    def _next(self) -> Future[PublishedVersion | None]:
-        """The version after the newest. It may be long in coming: the actor publishes few that
-        nobody reads."""
+    def _await_version(self) -> Future[PublishedVersion | None]:
+        """Return the version after the newest one. It may take long: without readers the actor
+        publishes few versions."""
         return self.client.weights.newer(self.newest, timeout=_LONG_S)
 
     def _put(self, admitted: Admission) -> None:
         step = admitted.tickets[0] // self.context.config.prompts_per_step
         with self.context.spans("queue", step=step):
             examples = self.media.run(self._examples(admitted))
-            tickets = zip(admitted.tickets, examples, strict=True)
-            rows = [
-                row for ticket, example in tickets for row in rows_of(example, ticket, self.newest)
-            ]
+            rows: list[Row] = []
+            for ticket, example in zip(admitted.tickets, examples, strict=True):
+                rows += rows_of(example, ticket, self.newest)
             refused = self.client.put_generated(rows, fields=FIELDS)
-        for ticket, why in refused.items():
-            print(log_entry(f"ticket {ticket}: {why}"), flush=True)
+        for ticket, reason in refused.items():
+            print(log_entry(f"ticket {ticket}: {reason}"), flush=True)
         self.context.report(step, self.client.store.plane_counts.take_metrics())
 
     async def _examples(self, admitted: Admission) -> list[Example]:
-        """Rows of the tickets, with their media stored."""
-        wanted = zip(admitted.tickets, admitted.attempts, strict=True)
-        return await asyncio.gather(*(self._usable(ticket, attempt) for ticket, attempt in wanted))
+        """Return the examples of the tickets, with their media stored."""
+        attempts = zip(admitted.tickets, admitted.attempts, strict=True)
+        return await asyncio.gather(
+            *(self._usable(ticket, attempt) for ticket, attempt in attempts)
+        )
 
     async def _usable(self, ticket: int, attempt: int) -> Example:
-        """The row of a ticket; if its media cannot be used, that of the next attempt.
-        NoProgressError: too many rows fail."""
+        """Return the example of a ticket. If its media cannot be used, return that of the next
+        attempt. NoProgressError: too many examples fail."""
         while True:
-            example = self.source.prompt(ticket, attempt)
+            # The source gives examples, not prompts, if the algorithm learns from files.
+            example = cast(Example, self.source.prompt(ticket, attempt))
             try:
                 stored = await self.media.stored(example, ticket)
             except UNUSABLE as bad:
@@ -178,7 +189,7 @@ class Feeder:
 
 
 def rows_of(example: Example, ticket: int, version: Version) -> Sequence[Row]:
-    """Rows of a file's row, one for each sequence; the first is the one that is preferred."""
+    """Return the queue's rows of a file's row, one per sequence. The first is the preferred one."""
     rows = []
     for number, sequence in enumerate(example.sequences):
         row: Row = {

@@ -1,5 +1,4 @@
-"""Roles that work in an event loop: their run, its end by a signal, and the error that it comes
-to."""
+"""Roles with an event loop: run it, end it on a signal, and choose the error to report."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from relax_hpc.net.rendezvous.process import SignalFlag
 
 
 def run_until_stopped(serve: Callable[[], Awaitable[None]], stop: SignalFlag) -> None:
-    """Run ``serve`` to its end. StoppedError: it was asked to stop, and has been cancelled."""
+    """Run ``serve`` to its end. StoppedError: a stop signal cancelled it."""
 
     async def main() -> None:
         task = asyncio.current_task()
@@ -29,8 +28,8 @@ def run_until_stopped(serve: Callable[[], Awaitable[None]], stop: SignalFlag) ->
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:
-    """The error that a user should read of a task group's: a configuration or progress error before
-    all others."""
+    """Return the error of a task group to show to the user: a configuration or progress error
+    before all others."""
     errors: list[BaseException] = []
     for error in group.exceptions:
         errors.append(first_error(error) if isinstance(error, BaseExceptionGroup) else error)

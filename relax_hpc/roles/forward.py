@@ -1,8 +1,8 @@
-"""The forward-only roles: actor_fwd gives the clip's denominator, reference the KL's, teacher what
-is to be learned.
+"""The forward-only roles. actor_fwd computes the denominator of the clip, reference the
+log-probabilities of the KL, and teacher those of distillation.
 
-actor_fwd follows the published weights. At staleness 0 it scores step t with version t; otherwise
-with the newest it has, and says which in `old_logprob_version`.
+actor_fwd follows the published weights. At staleness 0 it scores step t with version t. Otherwise
+it uses its newest version and writes it to `old_logprob_version`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ from relax_hpc.training.weights.subscriber import NOTHING, Fetcher, Subscriber
 _LOOK_S = 1.0
 _FOR_NEWS = [(*NEWS, math.inf)]
 VERSION_FIELD = "old_logprob_version"
+"""Field with the version that computed `old_logprobs`."""
 
 
 class Scorer:
-    """The model of a forward group and how it scores the rows of a claim, in all ranks."""
+    """The model of a forward group. It scores the rows of a claim, in all ranks."""
 
     def __init__(self, context: Context, ranks: Ranks, directory: Path) -> None:
         config = context.config
@@ -51,38 +53,44 @@ class Scorer:
         self.ranks = ranks
         self.temperature = config.rollout.temperature
         self.top_k = config.algorithm.teacher_top_k if context.role == "teacher" else 0
-        """Likeliest tokens that are given with each; 0: none."""
+        """Number of most likely tokens that are given for each token; 0: none."""
         self.scores_all_drawn = context.role == "reference" and config.algorithm.kl_in_reward > 0
-        """Whether tokens are scored that the policy drew and does not train: they pay for their
-        divergence too."""
+        """Whether sampled tokens that are not trained are scored, too: they also have a KL
+        penalty."""
         self.placeholders = read_placeholders(directory)
-        # Routes are those of the policy's engine.
-        settings = (
-            config.model
-            if context.role == "actor_fwd"
-            else replace(config.model, routing_replay="off")
-        )
+        # Only the policy has the routes of the engine; other models route tokens themselves.
+        settings = config.model
+        if context.role != "actor_fwd":
+            settings = replace(settings, routing_replay="off")
         self.routes = route_shape_of_model(directory, settings)
         self.model = PolicyModel(
             read_config(directory), settings, self.forward.parallel, kernels=config.actor.kernels
         )
         self.model.load_hf(directory)
         self._vocab = spec_from_config(read_config(context.model), config.model.ignore_keys).vocab
-        """Tokens that the policy has."""
+        """Number of tokens in the policy's vocabulary."""
 
     def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Log-probabilities [tokens] of each row, or what `PolicyModel.likeliest` says of it;
-        complete in the leader."""
+        """Return log-probabilities [tokens] of each row, or the result of
+        `PolicyModel.forward_likeliest`. The result is complete in the leader."""
         if self.scores_all_drawn:
             rows = [row | {"loss_mask": drawn_tokens(row).astype(np.uint8)} for row in rows]
-        score, tail = partial(self.model.forward_logprobs, temperature=self.temperature), ()
+        score: Callable[[list[Batch]], list[np.ndarray] | None]
         if self.top_k:
-            about = {"temperature": self.temperature, "count": self.top_k, "vocab": self._vocab}
-            score, tail = partial(self.model.forward_likeliest, **about), (1 + 2 * self.top_k,)
+            tail: tuple[int, ...] = (1 + 2 * self.top_k,)
+            score = partial(
+                self.model.forward_likeliest,
+                temperature=self.temperature,
+                count=self.top_k,
+                vocab=self._vocab,
+            )
+        else:
+            tail = ()
+            score = partial(self.model.forward_logprobs, temperature=self.temperature)
         return score_rows(rows, self.ranks, self.model, self.forward, score, tail)
 
     def load(self, staged: StagedFolder) -> None:
-        """Load the weights of a folder in memory, which is released."""
+        """Load the weights of a folder in memory, and release the folder."""
         try:
             if is_slab(staged.path):
                 self.model.load_tensors(open_slab(staged.path))
@@ -101,35 +109,37 @@ def score_rows(
     tail: tuple[int, ...] = (),
     read_media: Callable[[Sequence[Row]], RowMedia | None] | None = None,
 ) -> list[np.ndarray]:
-    """Scores of rows by ``score``, which takes micro-batches of the size that ``settings`` say:
-    [tokens, *tail] of each row; complete in the leader. ``read_media``: reads the media of rows;
-    None: those of the queue."""
-    parts = ranks.parts(rows, settings)
-    mine = [number for part in parts for number in part]
-    media = (read_media or ranks.media)([rows[number] for number in mine])
+    """Score rows by ``score``, which takes micro-batches of the size in ``settings``. Return
+    [tokens, *tail] of each row; the result is complete in the leader.
+
+    ``read_media`` reads the media of rows; by default they are read from the queue.
+    """
+    micro_batches = ranks.assign_micro_batches(rows, settings)
+    own_rows = list(chain.from_iterable(micro_batches))
+    media = (read_media or ranks.media)([rows[number] for number in own_rows])
     batches = collate_parts(
-        rows, parts, model.device, model.pack_split, model.row_fields, media=media
+        rows, micro_batches, model.device, model.pack_split, model.row_fields, media=media
     )
-    return ranks.collect(rows, mine, score(batches), tail)
+    return ranks.collect(rows, own_rows, score(batches), tail)
 
 
 def run(context: Context) -> None:
     """Serve until the run is finished."""
     config = context.config
-    frozen = {"reference": config.model.reference_path, "teacher": config.model.teacher_path}.get(
-        context.role, ""
-    )
+    frozen_paths = {
+        "reference": config.model.reference_path,
+        "teacher": config.model.teacher_path,
+    }
+    frozen_path = frozen_paths.get(context.role, "")
     forward = getattr(config, context.role)
-    context.report_phase("meeting its ranks")
+    context.report_phase("connecting its ranks")
     ranks = Ranks(context, forward.parallel)
     context.report_phase("loading the model")
-    scorer = Scorer(context, ranks, Path(frozen) if frozen else context.model)
+    scorer = Scorer(context, ranks, Path(frozen_path) if frozen_path else context.model)
     context.report_phase("")
     if context.world.is_leader:
-        every = {"actor_fwd": 1, "reference": config.algorithm.kl.refresh_every}.get(
-            context.role, 0
-        )
-        _lead(context, ranks, scorer, every)
+        refresh = {"actor_fwd": 1, "reference": config.algorithm.kl.refresh_every}
+        _lead(context, ranks, scorer, refresh.get(context.role, 0))
     else:
         _follow(context, ranks, scorer)
     ranks.close()
@@ -137,9 +147,12 @@ def run(context: Context) -> None:
 
 def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
     relays: list[dict[str, Any]] = []
-    ask = (lambda *_: relays) if relay_pays(context.config) else None
-    fetcher = Fetcher(context.run, ranks.reader.planes, context.config.weights, ask)
-    while (command := _hear(context, ranks))["do"] != "end":
+    get_relays = (lambda *_: relays) if relay_pays(context.config) else None
+    fetcher = Fetcher(context.run, ranks.reader.planes, context.config.weights, get_relays)
+    while True:
+        command = _next_command(context, ranks)
+        if command["do"] == "end":
+            return
         if command["do"] == "load":
             relays = command["relays"]
             with context.spans("weights"):
@@ -154,8 +167,8 @@ def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
                     scorer.score(rows)
 
 
-def _hear(context: Context, ranks: Ranks) -> dict[str, Any]:
-    """Next command of the leader, which has waited for the same."""
+def _next_command(context: Context, ranks: Ranks) -> dict[str, Any]:
+    """Wait for the next command of the leader. The leader waits for the same cause."""
     with context.spans("wait", cause=HUB) as waiting:
         command = ranks.tell(None)
         waiting.set_causes(command["claim"]["waited"] if command["do"] == "score" else _FOR_NEWS)
@@ -170,9 +183,8 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
     work: Future = client.submit_claim(role, budget)
     while True:
         with context.spans("wait", cause=HUB) as waiting:
-            while not wait(
-                [work, *([weights.news] if weights else [])], _LOOK_S, FIRST_COMPLETED
-            ).done:
+            futures = [work, weights.news] if weights else [work]
+            while not wait(futures, _LOOK_S, FIRST_COMPLETED).done:
                 ranks.control.extend_wait()
             waiting.set_causes(_waited(work.result()) if work.done() else _FOR_NEWS)
         if weights and weights.news.done():
@@ -182,36 +194,31 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
         claim = work.result()
         if claim is None:
             break
-        fits = weights is None or weights.fit(claim)
-        if not fits:
+        if weights and not weights.fit(claim):
             client.return_claim(claim)
-            # Nobody else could take it sooner either.
+            # No other process could score these rows earlier.
             with context.spans("wait", cause=NEWS):
                 wait([weights.news], timeout=_LOOK_S)
+            work = client.submit_claim(role, budget)
+            continue
         with context.spans("queue", step=claim.step):
-            rows = _read(client, ranks, scorer, claim) if fits else None
+            rows = _read(client, ranks, scorer, claim)
         if rows is None:
             work = client.submit_claim(role, budget)
             continue
         with context.spans("forward", step=claim.step):
             scores = scorer.score(rows)
+        version = weights.reader.serving if weights and weights.holds else None
         with context.spans("queue", step=claim.step):
-            _put(
-                client,
-                role,
-                rows,
-                scores,
-                claim,
-                weights.reader.serving if weights and weights.holds else None,
-            )
+            _put(client, role, rows, scores, claim, version)
         work = client.submit_claim(role, budget)
         context.report(claim.step, ranks.reader.plane_counts.take_metrics())
     ranks.tell({"do": "end"})
 
 
 def _read(client: QueueClient, ranks: Ranks, scorer: Scorer, claim: Claim) -> list[Row] | None:
-    """The rows of ``claim``, which all ranks have now; None if it was given back, as some cannot be
-    had."""
+    """Return the rows of ``claim``, which all ranks then have. Return None if the claim was given
+    back, because some rows cannot be read."""
     if not ranks.control.run_while_others_wait(
         lambda: check_claim(client, claim, scorer.placeholders, scorer.routes)
     ):
@@ -232,16 +239,19 @@ def _put(
     claim: Claim,
     version: Version | None,
 ) -> None:
-    """Put the scores by actor_fwd's ``version``, or by a role whose weights are frozen."""
+    """Put the scores by ``version`` of the policy, or by a model whose weights are frozen
+    (None)."""
     extra = {VERSION_FIELD: version.encode()} if version else {}
-    fields = [_fields_of(fields_by(role)[0], score) | extra for score in scores]
-    made = [{"row_id": row["row_id"], **about} for row, about in zip(rows, fields, strict=True)]
-    client.put(made, tuple(fields[0]), claim)
+    row_fields = [_score_fields(fields_by(role)[0], score) | extra for score in scores]
+    scored = [
+        {"row_id": row["row_id"], **fields} for row, fields in zip(rows, row_fields, strict=True)
+    ]
+    client.put(scored, tuple(row_fields[0]), claim)
 
 
-def _fields_of(name: str, score: np.ndarray) -> dict[str, Any]:
-    """Fields that a score comes to: the log-probabilities ``name``, or all that
-    `PolicyModel.likeliest` has said."""
+def _score_fields(name: str, score: np.ndarray) -> dict[str, Any]:
+    """Return the fields of a score: the log-probabilities ``name``, or all results of
+    `PolicyModel.forward_likeliest`."""
     if score.ndim == 1:
         return {name: score}
     logprobs, top, ids = np.split(score, (1, (score.shape[1] + 1) // 2), axis=1)
@@ -253,17 +263,17 @@ def _fields_of(name: str, score: np.ndarray) -> dict[str, Any]:
 
 
 class _Weights:
-    """The leader's subscription: of an actor_fwd group to every version, of a reference to one in
-    ``every``."""
+    """The leader's subscription to versions of the policy. An actor_fwd group reads every version,
+    a reference one of every ``every`` versions."""
 
     def __init__(self, context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
         assert context.client is not None
         self.context, self.ranks, self.scorer, self.every = context, ranks, scorer, every
         self.holds = context.role == "actor_fwd"
-        """Whether the versions it uses are kept for it; for a reference the newest that is due is
-        kept in any case."""
+        """Whether the versions in use are kept for this role. For a reference the newest due
+        version is always kept."""
         planes, settings = ranks.reader.planes, context.config.weights
-        # A reference would keep a version in memory, for those who read it, until its next one.
+        # A reference would keep a version in memory for its readers until its next version.
         relays = self.holds and relay_pays(context.config)
         self.reader = Subscriber(
             context.run, context.client, context.group, planes, settings, every, relays=relays
@@ -285,21 +295,17 @@ class _Weights:
             self.news = Future()
             return
         with self.context.spans("weights"):
-            if got := self.reader.fetch(announced):
-                news, staged = got
+            fetched = self.reader.fetch(announced)
+            if fetched:
+                news, staged = fetched
                 if self.ranks.size > 1:
-                    self.ranks.tell(
-                        {
-                            "do": "load",
-                            "news": asdict(news),
-                            "relays": self.reader.fetcher.where(news),
-                        }
-                    )
+                    relays = self.reader.fetcher.where(news)
+                    self.ranks.tell({"do": "load", "news": asdict(news), "relays": relays})
                 self.scorer.load(staged)
-                self._served(Version.parse(news.version))
+                self._note_served(Version.parse(news.version))
         self.news = self.reader.newer()
 
-    def _served(self, version: Version) -> None:
+    def _note_served(self, version: Version) -> None:
         if self.holds:
             self.reader.served(version)
         else:
@@ -307,12 +313,12 @@ class _Weights:
             self.reader.fetcher.forget_before(str(version))
 
     def fit(self, claim: Claim) -> bool:
-        """Whether the rows of ``claim`` can be scored with what is loaded.
+        """Whether the rows of ``claim`` can be scored with the loaded version.
 
-        If not, either the version that made them is announced before the claim could be given back,
-        or they were made before a rollback and are dropped already. So nobody waits for a version
-        while holding a claim: the actor might have to train on earlier rows first, which need
-        scores.
+        If not, there are two cases. The version that sampled the rows is announced before the claim
+        can be given back. Or the rows are older than a rollback and are already dropped. No process
+        therefore waits for a version while it holds a claim. Such a wait could block the actor,
+        which may have to train first on earlier rows that need scores.
         """
         serving = self.reader.serving
         if not self.holds:

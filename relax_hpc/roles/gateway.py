@@ -1,4 +1,4 @@
-"""The role gateway, in the hub's group: the endpoint of existing agent programs, see
+"""The role gateway, in the hub's group: the endpoint of agent programs, see
 `relax_hpc.rollout.agents.gateway`."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from relax_hpc.roles.event_loop import run_until_stopped
 from relax_hpc.rollout.agents.gateway.front import Front
 from relax_hpc.rollout.agents.gateway.serving import gateway
 
-_TELL_S = 5.0
-"""Seconds between two reports of what was refused."""
-_ASKED = ("rollout", "requests of agents")
-"""Cause of its waits: the work is that of engines."""
+_REPORT_S = 5.0
+"""Seconds between two reports of refused requests."""
+_AGENT_REQUESTS = ("rollout", "requests of agents")
+"""Cause of its waits: the engines do the work."""
 
 
 def run(context: Context) -> None:
@@ -25,33 +25,33 @@ def run(context: Context) -> None:
     async def serve() -> None:
         assert context.client is not None
         address = own_address(context.config, context.group)
-        async with gateway(context.run, context.incarnation, address) as there:
+        async with gateway(context.run, context.incarnation, address) as service:
             context.report_phase("")
-            telling = asyncio.create_task(_tell(context, there.front))
+            reporting = asyncio.create_task(_report_refusals(context, service.front))
             over = asyncio.ensure_future(asyncio.wrap_future(context.client.status.run_finished()))
             try:
-                with context.spans("wait", cause=_ASKED):
-                    ends = [over, telling, there.serving]
+                with context.spans("wait", cause=_AGENT_REQUESTS):
+                    ends = [over, reporting, service.serving]
                     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
             finally:
-                telling.cancel()
-                await asyncio.gather(telling, return_exceptions=True)
+                reporting.cancel()
+                await asyncio.gather(reporting, return_exceptions=True)
 
     run_until_stopped(serve, context.stop)
 
 
-async def _tell(context: Context, front: Front) -> None:
-    """Have the queue count, once in a while, for what reasons requests were refused; the log says
-    how many."""
+async def _report_refusals(context: Context, front: Front) -> None:
+    """Report the reasons of refused requests to the queue from time to time, and their numbers to
+    the log."""
     assert context.client is not None
-    told: Counter[str] = Counter()
+    reported: Counter[str] = Counter()
     while True:
-        await asyncio.sleep(_TELL_S)
-        for reason, count in (front.refused - told).items():
+        await asyncio.sleep(_REPORT_S)
+        for reason, count in (front.refused - reported).items():
             print(f"{count} requests refused: {reason}", flush=True)
             note = context.client.status.note("gateway_refused", "gateway", reason)
             with contextlib.suppress(Exception):
                 await asyncio.wrap_future(note)
-        told = Counter(front.refused)
+        reported = Counter(front.refused)

@@ -1,12 +1,12 @@
-"""The role genrm: SGLang servers of a generative reward model, which reward `judge` of other groups
-asks.
+"""The role genrm: SGLang servers of a generative reward model, for the reward `judge` of other
+groups.
 
-    reward worker --proven connection--> JudgeFront (this process) --HTTP, loopback--> SGLang
+    reward worker --authenticated connection--> JudgeFront (this process) --HTTP, loopback--> SGLang
 
-SGLang has an API key, but proves nothing to its clients. So its servers listen on the loopback
-address alone, where this process keeps their ports, and this process takes the questions of other
-groups. Its endpoint is in the run directory. If one server ends, so does the group, which is then
-started again alone.
+SGLang has an API key, but does not authenticate itself to its clients. Its servers therefore listen
+only on the loopback address, where this process holds their ports, and this process accepts the
+questions of other groups. Its endpoint is in the run directory. If one server ends, the group ends
+and is restarted alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -38,11 +39,11 @@ from relax_hpc.rollout.engines.sglang.process import START_FLOOR_S, Launch, Serv
 from relax_hpc.training.weights.subscriber import NOTHING
 
 _CHAT = "/v1/chat/completions"
-"""Path of chat completions at a server."""
-_TELL_S = 0.5
-"""Seconds between two looks at what servers that start are doing."""
-_ASKED = ("rollout", "questions")
-"""Cause of its waits: work is SGLang's."""
+"""Path of chat completions on a server."""
+_REPORT_S = 0.5
+"""Seconds between two reports of the phase of starting servers."""
+_QUESTIONS = ("rollout", "questions")
+"""Cause of its waits: SGLang does the work."""
 
 
 def run(context: Context) -> None:
@@ -53,7 +54,7 @@ def run(context: Context) -> None:
             servers = [_server(context, number) for number in _numbers(context)]
             for server in servers:
                 stack.push_async_callback(server.close)
-            await _started(context, servers)
+            await _await_start(context, servers)
             key = secrets.token_hex(32)
             front = JudgeFront(servers)
             stack.push_async_callback(front.close)
@@ -66,8 +67,8 @@ def run(context: Context) -> None:
             )
             answering = asyncio.create_task(listener.run())
             try:
-                with context.spans("wait", cause=_ASKED):
-                    await _over(context, servers, answering)
+                with context.spans("wait", cause=_QUESTIONS):
+                    await _await_end(context, servers, answering)
             finally:
                 answering.cancel()
                 await asyncio.gather(answering, return_exceptions=True)
@@ -76,13 +77,14 @@ def run(context: Context) -> None:
 
 
 class JudgeFront:
-    """Forwards questions of other groups, each to the server of this process with the fewest open
-    questions."""
+    """Forwards questions of other groups. Each question goes to the server of this process with the
+    fewest open questions."""
 
     def __init__(self, servers: Sequence[ServerProcess]) -> None:
         self._servers = servers
-        self._asked: Counter[str] = Counter()
-        # Without limits here: clients bound the number of their questions, and the time they wait.
+        self._open_questions: Counter[str] = Counter()
+        # There are no limits here, because clients limit the number and the time of their
+        # questions.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -91,22 +93,25 @@ class JudgeFront:
         )
 
     async def serve(self, number: int, message: Message) -> Message:
-        """Status and body of a server's answer. ``number``: number of the peer, which is not used.
+        """Return status and body of a server's answer. ``number``, the number of the peer, is not
+        used.
+
         aiohttp.ClientError: the server has ended. ValueError: the answer is too large, or
-        ``message`` is no question."""
+        ``message`` is not a question.
+        """
         body = message["body"]
         if not isinstance(body, bytes):
             raise ValueError(f"found {type(body).__name__} as a question, allowed: bytes of JSON")
-        server = min(self._servers, key=lambda server: self._asked[server.url])
+        server = min(self._servers, key=lambda server: self._open_questions[server.url])
         headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
-        self._asked[server.url] += 1
+        self._open_questions[server.url] += 1
         try:
             async with self._session.post(
                 f"{server.url}{_CHAT}", data=body, headers=headers
             ) as reply:
                 return {"status": reply.status, "body": await read_answer(reply)}
         finally:
-            self._asked[server.url] -= 1
+            self._open_questions[server.url] -= 1
 
     async def close(self) -> None:
         """Close the connections to the servers."""
@@ -114,9 +119,9 @@ class JudgeFront:
 
 
 def _numbers(context: Context) -> range:
-    """Numbers of the servers of this process."""
-    each = context.config.genrm.replicas // context.world.size
-    return range(context.world.rank * each, (context.world.rank + 1) * each)
+    """Return the numbers of the servers of this process."""
+    count = context.config.genrm.replicas // context.world.size
+    return range(context.world.rank * count, (context.world.rank + 1) * count)
 
 
 def _server(context: Context, number: int) -> ServerProcess:
@@ -136,25 +141,24 @@ def _server(context: Context, number: int) -> ServerProcess:
     return server
 
 
-async def _started(context: Context, servers: list[ServerProcess]) -> None:
-    """Return when all serve. ConfigError, RelaxError: one never will."""
+async def _await_start(context: Context, servers: list[ServerProcess]) -> None:
+    """Return when all servers serve. ConfigError, RelaxError: one of them cannot start."""
     require_model(Path(context.config.genrm.path), "genrm.path")
-    telling = asyncio.create_task(_tell(context, servers))
+    reporting = asyncio.create_task(_report_phases(context, servers))
     try:
         async with asyncio.TaskGroup() as tasks:
             for server in servers:
                 tasks.create_task(_start(context, server))
     finally:
-        telling.cancel()
+        reporting.cancel()
     context.report_phase("")
 
 
-async def _tell(context: Context, servers: list[ServerProcess]) -> None:
+async def _report_phases(context: Context, servers: list[ServerProcess]) -> None:
     while True:
-        context.report_phase(
-            next(filter(None, (server.phase for server in servers)), "starting servers")
-        )
-        await asyncio.sleep(_TELL_S)
+        phases = [server.phase for server in servers if server.phase]
+        context.report_phase(phases[0] if phases else "starting servers")
+        await asyncio.sleep(_REPORT_S)
 
 
 async def _start(context: Context, server: ServerProcess) -> None:
@@ -170,15 +174,16 @@ async def _start(context: Context, server: ServerProcess) -> None:
         await client.close()
 
 
-async def _over(
+async def _await_end(
     context: Context, servers: list[ServerProcess], answering: asyncio.Task[None]
 ) -> None:
-    """Return once the run is finished. RelaxError: a server has ended before. ``answering``: its
-    error is raised."""
+    """Return when the run is finished. RelaxError: a server has ended before. An error of
+    ``answering`` is raised, too."""
     assert context.client is not None
     over = asyncio.wrap_future(context.client.status.run_finished())
     ended = {server.session.ended: server for server in servers}
-    await asyncio.wait([over, answering, *ended], return_when=asyncio.FIRST_COMPLETED)
+    futures: list[asyncio.Future[Any]] = [over, answering, *ended]
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     if answering.done():
         answering.result()
     for future, server in ended.items():

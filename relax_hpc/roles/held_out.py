@@ -1,12 +1,13 @@
-"""Evaluation of a run that learns from files: the actor scores held-out rows itself, at the edges
-of steps."""
+"""Evaluation of a run that learns from files: the actor itself scores held-out rows between
+steps."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -29,29 +30,31 @@ from relax_hpc.training.weights.subscriber import NOTHING
 
 
 class HeldOut:
-    """Evaluation sets of one rank; every rank makes and calls it alike."""
+    """Evaluation sets of one rank. Every rank creates it and makes the same calls."""
 
     def __init__(self, context: Context, ranks: Ranks, model: PolicyModel) -> None:
         """``model`` has the weights of the policy before its first step, and keeps them.
-        ConfigError: the reference is of another architecture."""
+
+        ConfigError: the reference has another architecture.
+        """
         self.context, self.config, self.ranks, self.model = context, context.config, ranks, model
         self._media = MediaReader(
             lambda: MediaStore(context.run.eval_media, durable=False), context.model
         )
-        files = (
-            open_evals(context.run, self.config, load_tokenizer(context.model))
-            if self.config.eval.every
-            else {}
-        )
+        files = {}
+        if self.config.eval.every:
+            files = open_evals(context.run, self.config, load_tokenizer(context.model))
+        count = self.config.eval.samples
+        # Files contain examples, not prompts, if the algorithm learns from files.
         self.sets = {
-            name: self._rows(list(islice(file, self.config.eval.samples)))
-            for name, file in files.items()
+            name: self._rows(cast(list[Example], file[:count])) for name, file in files.items()
         }
         if self.sets and "ref_logprobs" in self.config.algorithm.loss_needs():
-            self._refer()
+            self._add_reference()
 
     def _rows(self, examples: list[Example]) -> list[Row]:
-        """Rows of ``examples``, whose media the leader decodes and stores for all ranks."""
+        """Return the rows of ``examples``. The leader decodes and stores their media for all
+        ranks."""
         media_ids = self.ranks.control.run_on_leader(lambda: self._store_media(examples))
         rows: list[Row] = []
         for number, example in enumerate(examples):
@@ -64,8 +67,10 @@ class HeldOut:
         return rows
 
     def _store_media(self, examples: list[Example]) -> list[list[list[str]]]:
-        """Ids of the media of each sequence of each example. ConfigError: one cannot be used."""
-        if not any(sequence.media for example in examples for sequence in example.sequences):
+        """Return the ids of the media of each sequence of each example. ConfigError: a medium
+        cannot be used."""
+        sequences = chain.from_iterable(example.sequences for example in examples)
+        if not any(sequence.media for sequence in sequences):
             return [[[] for _ in example.sequences] for example in examples]
         with ExampleMedia(self.context) as media:
             try:
@@ -74,9 +79,9 @@ class HeldOut:
                 raise ConfigError(f"data.eval: {bad}; restore the file, or remove its row") from bad
         return [[_ids_of(sequence) for sequence in example.sequences] for example in stored]
 
-    def _refer(self) -> None:
-        """Give the rows the reference's log-probabilities: its weights are there now, or come for a
-        moment."""
+    def _add_reference(self) -> None:
+        """Add the reference's log-probabilities to the rows. Its weights are those of the policy
+        now, or are loaded for this purpose only."""
         path, policy = self.config.model.reference_path, self.context.model
         if path:
             check_same(read_config(Path(path)), self.model.hf_config, self.config.model.ignore_keys)
@@ -88,7 +93,7 @@ class HeldOut:
             self.model.load_hf(policy)
 
     def evaluate(self, version: int) -> None:
-        """Report what the present weights, ``version``, make of the rows, if that is due."""
+        """Report the metrics of the rows with the present weights, ``version``, if they are due."""
         every = self.config.eval.every
         if not self.sets or (version % every and version != self.config.steps):
             return
@@ -97,15 +102,16 @@ class HeldOut:
             for name, rows in self.sets.items():
                 scores = self._scores(rows)
                 if self.ranks.leader:
-                    found = self.config.algorithm.held_out(rows, scores)
-                    values |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
+                    metrics = self.config.algorithm.held_out(rows, scores)
+                    values |= {f"eval/{name}/{tag}": value for tag, value in metrics.items()}
         self.ranks.ask(lambda client: client.status.report("eval", version, values))
 
     def _scores(self, rows: list[Row]) -> list[np.ndarray]:
-        """Log-probabilities of the rows' trained tokens, [tokens] each; complete in the leader."""
+        """Return log-probabilities of the rows' trained tokens, [tokens] each, complete in the
+        leader."""
         score = partial(self.model.forward_logprobs, temperature=self.config.rollout.temperature)
         return score_rows(
-            rows, self.ranks, self.model, self.config.actor, score, read_media=self._media.of
+            rows, self.ranks, self.model, self.config.actor, score, read_media=self._media.read
         )
 
 

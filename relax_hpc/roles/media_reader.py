@@ -1,4 +1,4 @@
-"""Media that rows name, read by one rank as the towers of its model take them."""
+"""Media that rows name. One rank reads them for the towers of its model."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class MediaReader:
     """Reader of the media of a run."""
 
     def __init__(self, store: Callable[[], MediaStore], model: Path) -> None:
-        """``store``: makes the store, or finds it, once there are any. ``model``: a Hugging Face
-        directory."""
+        """``store`` creates or returns the store of media; it is called when there are media.
+        ``model`` is a Hugging Face directory."""
         self._store = functools.cache(store)
         self._rules = Rules.from_model(model) if read_placeholder_tokens(model) else None
 
-    def of(self, rows: Sequence[Row]) -> RowMedia | None:
-        """Media that ``rows`` name, each once; None: they name none.
+    def read(self, rows: Sequence[Row]) -> RowMedia | None:
+        """Return the media that ``rows`` name, each once; None if they name none.
 
-        MediaError: one is missing, or damaged, and stays so for as long as another node's file may
-        take to appear.
+        MediaError: a medium is missing or damaged, and stays so for as long as a file of another
+        node may need to appear.
         """
-        names = media_ids(rows) if self._rules else ()
-        return (
-            RowMedia.from_media({name: self._read(name) for name in names}, self._rules)
-            if names
-            else None
-        )
+        if self._rules is None:
+            return None
+        names = media_ids(rows)
+        if not names:
+            return None
+        return RowMedia.from_media({name: self._read_one(name) for name in names}, self._rules)
 
-    def _read(self, media_id: str) -> Medium:
+    def _read_one(self, media_id: str) -> Medium:
         until = time.monotonic() + APPEARS_S
         while True:
             try:

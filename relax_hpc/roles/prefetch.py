@@ -1,5 +1,5 @@
-"""Windows of rows, each claimed, checked and read by a thread while a trainer role is at the one
-before."""
+"""Windows of rows. A thread claims, checks and reads the next window while a trainer role trains on
+the present one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from relax_hpc.base.background import BackgroundThread
@@ -24,22 +25,24 @@ _AHEAD_S = 30 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Prompt groups that are trained on together: the claim, and all its rows."""
+    """Prompt groups that are trained together: the claim, and all its rows."""
 
     claim: Claim
     rows: list[Row]
     media: RowMedia | None = None
-    """Media of the rows that this rank trains on; None: they have none."""
+    """Media of the rows that this rank trains on; None if they have none."""
     last: bool = False
-    """Whether it is the last window of its mini-batch; not known before it is taken."""
+    """Whether it is the last window of its mini-batch. It is set when the window is taken."""
 
 
 class Prefetch:
-    """One rank's. Its calls are collective: the threads of the ranks follow the leader's by a
-    channel of their own.
+    """Prefetched windows of one rank. Its calls are collective: the threads of the ranks follow the
+    leader's thread by their own channel.
 
-    >>> prefetch.ask(batch=0)                                                    # doctest: +SKIP
-    >>> window = prefetch.asked.result()
+    ::
+
+        prefetch.ask(batch=0)
+        window = prefetch.asked.result()
     """
 
     def __init__(
@@ -49,36 +52,34 @@ class Prefetch:
         settings: TrainerConfig,
         placeholders: Mapping[str, int],
     ) -> None:
-        self.context, self.ranks, self.settings, self.placeholders = (
-            context,
-            ranks,
-            settings,
-            placeholders,
-        )
+        self.context = context
+        self.ranks = ranks
+        self.settings = settings
+        self.placeholders = placeholders
         self.routes = route_shape_of_model(context.model, context.config.model)
         self.channel = ranks.channel()
         self.asked: Future[Window] | None = None
-        """Window that was asked for last; None once `taken`."""
+        """The requested window; None after `taken`."""
         self._work = BackgroundThread("windows", self._answer)
 
     def ask(self, batch: int) -> None:
-        """Have the next window fetched, as number ``batch`` of its mini-batch. One is asked for at
-        a time."""
+        """Request the next window, as number ``batch`` of its mini-batch. Only one window may be
+        requested at a time."""
         self.asked = Future()
         self._work.put((batch, self.asked))
 
     def taken(self) -> None:
-        """Forget the window that was asked for: it has its user."""
+        """Forget the requested window, because the trainer has taken it."""
         self.asked = None
 
     # -- in the thread -----------------------------------------------------------------------------
 
     def _answer(self, job: tuple[int, Future[Window]]) -> None:
-        batch, asked = job
+        batch, future = job
         try:
-            asked.set_result(self._fetch(batch))
+            future.set_result(self._fetch(batch))
         except Exception as error:
-            asked.set_exception(error)
+            future.set_exception(error)
 
     def _fetch(self, batch: int) -> Window:
         while True:
@@ -92,25 +93,28 @@ class Prefetch:
     def _media(self, claim: Claim, rows: list[Row]) -> RowMedia | None:
         if not claim.with_media:
             return None
-        mine = (number for part in claim.assignment[self.ranks.layout.data_rank] for number in part)
-        return self.ranks.media([rows[number] for number in mine])
+        micro_batches = claim.assignment[self.ranks.layout.data_rank]
+        own_rows = chain.from_iterable(micro_batches)
+        return self.ranks.media([rows[number] for number in own_rows])
 
     def _claim(self, batch: int) -> dict[str, Any]:
-        """The leader's part: a claim all of whose rows are sound, as a message.
+        """Return a claim whose rows are all valid, as a message. It runs in the leader.
 
-        The request is never given up, as its answer, a lease, would come to nobody: who needs it
-        has the deadline.
+        The request has no timeout, because its answer is a lease: after a timeout no process would
+        own the lease. The trainer that waits for the window has the timeout.
         """
-        config, client, task = self.context.config, self.context.client, self.context.role
+        config, client = self.context.config, self.context.client
+        assert client is not None
         settings, ranks = self.settings, self.ranks.layout.data_size
-        most, size = settings.pack_tokens, config.prompts_per_step // config.algorithm.mini_batches
-        budget, about = (
-            settings.balance_window * most * ranks,
-            {"ranks": ranks, "max_tokens": most, "batch": batch},
-        )
-        about |= {"max_media": settings.pack_media_tokens} if settings.pack_media_tokens else {}
+        size = config.prompts_per_step // config.algorithm.mini_batches
+        budget = settings.balance_window * settings.pack_tokens * ranks
+        limits = {"ranks": ranks, "max_tokens": settings.pack_tokens, "batch": batch}
+        if settings.pack_media_tokens:
+            limits["max_media"] = settings.pack_media_tokens
         while True:
-            claim = client.submit_claim(task, budget, size, _AHEAD_S, **about).result()
+            answer = client.submit_claim(self.context.role, budget, size, _AHEAD_S, **limits)
+            claim = answer.result()
+            assert claim is not None
             with self.context.spans("queue", step=claim.step):
                 if check_claim(client, claim, self.placeholders, self.routes):
                     return claim.message()

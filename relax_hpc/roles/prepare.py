@@ -1,5 +1,4 @@
-"""`python -m relax_hpc.roles.prepare`: make what a run starts from: its model, its data, its warm
-start."""
+"""`python -m relax_hpc.roles.prepare`: create the model, the data and the warm start of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from relax_hpc.net.rendezvous.life_signs import write_activity
 from relax_hpc.net.rendezvous.process import die_with_parent
 
 NOTE = "note: "
-"""Beginning of lines that the launcher shows."""
+"""Prefix of lines that the launcher shows."""
 
 
 def prepare(run: RunDir, config: Config) -> None:
-    """Leave a Hugging Face directory at <run>/model and the task's files in <run>/data. Done twice,
-    it does nothing."""
+    """Create a Hugging Face directory at <run>/model and the task's files in <run>/data. A second
+    call does nothing."""
     if run.model.exists():
         return
     write_activity(run.preparing, "making model and data")
@@ -46,8 +45,8 @@ def _tiny_model(run: RunDir, config: Config) -> Path:
 
 
 def _prompts(run: RunDir, config: Config, model: Path) -> None:
-    """Make the task's files, and the index of each. ConfigError now, before anything waits for a
-    GPU, if a prompt file is of no use."""
+    """Write the task's files and the index of each. An unusable prompt file raises ConfigError
+    here, before any group waits for a GPU."""
     from relax_hpc.data.prompt_file import PromptSets
     from relax_hpc.data.tokenizer import load_tokenizer
     from relax_hpc.tasks.files import make_files, open_evals, open_train
@@ -57,12 +56,13 @@ def _prompts(run: RunDir, config: Config, model: Path) -> None:
     train = open_train(run, config, tokenizer)
     files = train.sets if isinstance(train, PromptSets) else {"train": train}
     for name, file in (files | open_evals(run, config, tokenizer)).items():
-        if note := file.bad_rows_note():
+        note = file.bad_rows_note()
+        if note:
             print(escape_line(f"{NOTE}{name}: {note}"), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prepare the run at ``--run_dir``; the exit code says how it went."""
+    """Prepare the run at ``--run_dir`` and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m relax_hpc.roles.prepare", description=__doc__)
     parser.add_argument("--run_dir", type=Path, required=True)
     args = parser.parse_args(argv)

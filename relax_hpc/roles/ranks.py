@@ -1,5 +1,4 @@
-"""A group of ranks that follow their leader: it decides, the others are told, all read the same
-rows."""
+"""The ranks of a group. The leader decides, the other ranks follow, and all read the same rows."""
 
 from __future__ import annotations
 
@@ -33,19 +32,16 @@ from relax_hpc.training.models.towers.media import RowMedia
 
 _LOOK_S = 0.5
 _LATER_S = 60.0
-"""Seconds that a wait for the leader's word may be longer than the leader's for the queue's, at
-most."""
+"""Most seconds by which a wait for the leader's message may be longer than the leader's wait for
+the queue."""
 
 
 class Ranks:
-    """The ranks of one training or forward group; every method is collective."""
+    """The ranks of one training or forward group. Every method is collective."""
 
     def __init__(self, context: Context, shape: ParallelConfig) -> None:
-        config, world, patience_s = (
-            context.config,
-            context.world,
-            context.config.queue.wait_timeout_s,
-        )
+        config, world = context.config, context.world
+        patience_s = config.queue.wait_timeout_s
         torch.set_num_threads(config.threads)
         timeout = patience_s + _LATER_S
         store = make_store(world, context.run.token(), timeout)
@@ -64,17 +60,18 @@ class Ranks:
         self.leader = world.is_leader
         self.size = world.size
         self.pool = context.client.store.pool if context.client else SlabPool()
-        """Memory of the records that this rank offers on the planes of `reader`."""
+        """Memory of the records that this rank offers to the planes of `reader`."""
         self.reader = context.client.store if context.client else self._own_reader(context)
         self._timeout_s = patience_s + min(patience_s, _LATER_S)
-        # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
+        # Commands are received from sockets: a pending MPI or NCCL call would occupy a core or a
+        # GPU.
         self.control = self.channel()
         self._client = context.client
         self._media = MediaReader(partial(_media_store, context), context.model)
 
     def channel(self, patience_s: float = 0.0) -> RankChannel:
-        """One more way for small messages between the ranks, for one thread of each, whose waits
-        may take so long."""
+        """Return another channel for small messages between the ranks, for one thread of each rank.
+        A wait may take at least ``patience_s`` seconds."""
         return RankChannel(max(self._timeout_s, patience_s))
 
     def _own_reader(self, context: Context) -> ShardReader:
@@ -83,19 +80,20 @@ class Ranks:
         return ShardReader(shard_files(context.run, context.config), planes)
 
     def tell(self, message: dict[str, Any] | Future | None) -> dict[str, Any]:
-        """The leader's ``message``, or what it is to become, in every rank."""
+        """Return the leader's ``message``, or its result if it is a Future, in every rank."""
         return self.control.broadcast(message)
 
     def ask(self, ask: Callable[[QueueClient], Future]) -> Any:
-        """Answer of the queue to the leader, in every rank: a message, see `Channel.tell`."""
+        """Return the queue's answer to the leader, a message, in every rank; see
+        `RankChannel.tell`."""
         return self.tell(ask(self._client) if self._client else None)
 
     def rows(self, claim: Claim, channel: RankChannel) -> list[Row] | None:
-        """All rows of ``claim``, read by each rank for itself.
+        """Return all rows of ``claim``. Each rank reads them itself.
 
-        None, in all ranks, if some were lost with their maker before every rank had them: the claim
-        is given back then. ShardError, in the ranks that it is about, if what is on disk cannot be
-        read there.
+        Return None in all ranks if rows were lost with the process that created them before every
+        rank had read them; the claim is then given back. ShardError: this rank cannot read rows
+        that are on disk.
         """
         until = time.monotonic() + APPEARS_S
         while True:
@@ -113,53 +111,56 @@ class Ranks:
             time.sleep(_LOOK_S)
 
     def media(self, rows: Sequence[Row]) -> RowMedia | None:
-        """Media that ``rows`` name, read by this rank for itself; None: there are none. Not
-        collective. MediaError: see `MediaReader`."""
-        return self._media.of(rows)
+        """Return the media that ``rows`` name, or None. Each rank reads them itself, and the call
+        is not collective. MediaError: see `MediaReader`."""
+        return self._media.read(rows)
 
     def _holds(self, claim: Claim) -> bool:
-        """The leader's part: whether all rows of ``claim`` are on disk, once that is decided; else
-        it is given back."""
+        """Wait until it is known whether all rows of ``claim`` are on disk. If not, give the claim
+        back. It runs in the leader."""
         assert self._client is not None
         if is_on_disk(self._client, claim):
             return True
         self._client.return_claim(claim)
         return False
 
-    def parts(
+    def assign_micro_batches(
         self, rows: Sequence[Row], settings: TrainerConfig | ForwardConfig
     ) -> list[list[int]]:
-        """The micro-batches of this data-parallel rank, as numbers of rows: of about as many tokens
-        as the others', and as many, see `samplers.dealt`."""
-        most = settings.pack_tokens, settings.pack_media_tokens
-        return assign_groups(group_sizes(rows), self.layout.data_size, *most)[self.layout.data_rank]
+        """Return the micro-batches of this data-parallel rank, as numbers of rows. All ranks have
+        similar numbers of tokens and the same number of micro-batches, see `samplers`."""
+        limits = settings.pack_tokens, settings.pack_media_tokens
+        assignment = assign_groups(group_sizes(rows), self.layout.data_size, *limits)
+        return assignment[self.layout.data_rank]
 
     def collect(
         self,
         rows: Sequence[Row],
-        mine: Sequence[int],
+        own_rows: Sequence[int],
         values: Sequence[np.ndarray] | None,
         tail: tuple[int, ...] = (),
     ) -> list[np.ndarray]:
-        """Values of all rows in order, [tokens, *tail] float32 each, in the leader; data-parallel
-        leaders have ``values`` for ``mine``."""
+        """Return the values of all rows in order, [tokens, *tail] float32 each, in the leader.
+        Data-parallel leaders pass ``values`` for ``own_rows``."""
         if self.size == 1:
             assert values is not None
-            return [value for _, value in sorted(zip(mine, values, strict=True), key=itemgetter(0))]
+            pairs = zip(own_rows, values, strict=True)
+            return [value for _, value in sorted(pairs, key=itemgetter(0))]
         lengths = [len(row["token_ids"]) for row in rows]
         starts = np.concatenate([[0], np.cumsum(lengths)])
         flat = torch.zeros((int(starts[-1]), *tail), dtype=torch.float32)
-        for index, value in zip(
-            mine, values if self.layout.leader and values is not None else [], strict=False
-        ):
-            flat[starts[index] : starts[index + 1]] = torch.from_numpy(np.ascontiguousarray(value))
+        if self.layout.leader and values is not None:
+            for index, value in zip(own_rows, values, strict=False):
+                contiguous = torch.from_numpy(np.ascontiguousarray(value))
+                flat[starts[index] : starts[index + 1]] = contiguous
         self.control.reduce_sum(flat)
         return np.split(flat.numpy(), starts[1:-1])
 
     def close(self) -> None:
-        """The role is done: the leader, whose work is over, marks that, and all leave together.
+        """End the role: the leader, whose work is done, writes the exit mark, and all ranks end
+        together.
 
-        Some launchers kill the other ranks as soon as one has ended.
+        Some launchers kill the other ranks as soon as one rank has ended.
         """
         if self.leader:
             write_exit_mark(self._mark)

@@ -1,4 +1,4 @@
-"""The rollout role: prompt groups are generated and put into the queue until the run is
+"""The rollout role: generates prompt groups and puts them into the queue until the run is
 finished."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A rank that was started ahead: it imports what its role needs, then waits to be told that it is
+"""A rank that was started in advance: it imports the libraries of its role, then waits until it is
 needed.
 
-Until then it has no weights, no connection to the queue, no thread and nothing on a GPU.
+Until then it has no weights, no connection to the queue, no further thread and no GPU memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from relax_hpc.net.rendezvous.process import SignalFlag
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 _LOOK_S = 10.0
-"""Seconds between looks at whether the process may still be needed; who needs it says so at
-once."""
-_LOW = 19
-_OOM_SCORE, _FIRST_TO_GO = Path("/proc/self/oom_score_adj"), "1000"
+"""Seconds between checks whether the process may still be needed. The supervisor writes a byte when
+it needs the process."""
+_LOW_PRIORITY = 19
+_OOM_SCORE, _KILL_FIRST = Path("/proc/self/oom_score_adj"), "1000"
 _MEMORY = Path("/proc/self/smaps_rollup")
 _STDIN = 0
 
 
 class NotNeededError(Exception):
-    """End of a process that never became an incarnation; the reason in words."""
+    """End of a process that never became an incarnation, with the reason."""
 
 
 def wait_to_begin(
@@ -40,36 +40,36 @@ def wait_to_begin(
     leader: bool,
     stop: SignalFlag,
 ) -> None:
-    """Import, and wait for a byte of standard input, which is empty afterwards. NotNeededError:
-    none is to come.
+    """Import, then wait for a byte on standard input. Standard input is empty afterwards.
 
-    The group's ``leader`` says in the run directory that it waits.
+    The group's ``leader`` records the wait in the run directory. NotNeededError: no byte will come.
     """
     note = run.logs(args.group, args.incarnation) / f"ahead-{args.role}.json"
-    with _first_to_go():
+    with _kill_first():
         began = time.monotonic()
-        _at_low_priority(import_role)
-        about = {"imported_s": round(time.monotonic() - began, 1), "memory_mb": _memory_mb()}
-        print(f"{args.role}: started ahead, waits: {about}", flush=True)
+        _run_at_low_priority(import_role)
+        state = {"imported_s": round(time.monotonic() - began, 1), "memory_mb": _memory_mb()}
+        print(f"{args.role}: started ahead, waits: {state}", flush=True)
         if has_cuda_context():
             raise NotNeededError(
-                "an import has taken a GPU that others work on; set liveness.start_ahead_s: 0"
+                "an import uses memory of a GPU that other processes use; set "
+                "liveness.start_ahead_s: 0"
             )
-        with _note(note if leader else None, about):
+        with _note(note if leader else None, state):
             _wait(run, args, stop)
-    # The pipe is of no use to what the role starts.
+    # Child processes of the role must not inherit the pipe.
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), _STDIN)
 
 
-def _at_low_priority(work: Callable[[], object]) -> None:
-    """Work in a thread, which ends: a process that has made way to others may not take its place
-    again."""
+def _run_at_low_priority(work: Callable[[], object]) -> None:
+    """Run ``work`` in a thread that ends afterwards: without privileges a thread cannot raise its
+    priority again."""
     failed: list[BaseException] = []
 
     def run() -> None:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
         try:
             work()
         except BaseException as error:
@@ -83,12 +83,12 @@ def _at_low_priority(work: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def _first_to_go() -> Iterator[None]:
-    """Let the system end this process rather than one at work where memory runs out."""
+def _kill_first() -> Iterator[None]:
+    """If memory runs out, let the kernel kill this process rather than a process that works."""
     before = ""
     with contextlib.suppress(OSError):
         before = _OOM_SCORE.read_text()
-        _OOM_SCORE.write_text(_FIRST_TO_GO)
+        _OOM_SCORE.write_text(_KILL_FIRST)
     try:
         yield
     finally:
@@ -97,11 +97,11 @@ def _first_to_go() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _note(path: Path | None, about: dict[str, float]) -> Iterator[None]:
-    """Keep a note for `relax-hpc status`; a disk that takes nothing does not matter."""
+def _note(path: Path | None, state: dict[str, float]) -> Iterator[None]:
+    """Write a note for `relax-hpc status` during the block. Errors of the disk are ignored."""
     if path:
         with contextlib.suppress(OSError):
-            write_json(path, about)
+            write_json(path, state)
     try:
         yield
     finally:
@@ -111,7 +111,7 @@ def _note(path: Path | None, about: dict[str, float]) -> Iterator[None]:
 
 
 def _wait(run: RunDir, args: argparse.Namespace, stop: SignalFlag) -> None:
-    passed_over = False
+    was_replaced = False
     while not select.select([_STDIN], [], [], _LOOK_S)[0]:
         if stop.is_set():
             raise NotNeededError("asked to stop before it was needed")
@@ -120,20 +120,19 @@ def _wait(run: RunDir, args: argparse.Namespace, stop: SignalFlag) -> None:
         with contextlib.suppress(OSError):
             if run.finished.exists() or run.stop.exists():
                 raise NotNeededError("the run is over")
-            # Its supervisor may be gone with the node of srun, which then closes nothing. Who
-            # claims says so at once.
-            before, passed_over = (
-                passed_over,
-                latest_incarnation(run, args.group) >= args.incarnation,
-            )
-            if before and passed_over:
-                raise NotNeededError(f"incarnation {args.incarnation} was begun without it")
+            # If the node of srun died, the pipe of the supervisor may stay open. A supervisor that
+            # uses this process writes its byte immediately after it claims the incarnation.
+            replaced_before = was_replaced
+            was_replaced = latest_incarnation(run, args.group) >= args.incarnation
+            if replaced_before and was_replaced:
+                raise NotNeededError(f"incarnation {args.incarnation} started without it")
     if not os.read(_STDIN, 1):
-        raise NotNeededError("its supervisor needs it no more, or has ended")
+        raise NotNeededError("its supervisor no longer needs it, or has ended")
 
 
 def _memory_mb() -> int:
-    """Memory of this process in MB, what it shares with others divided among them; 0: not known."""
+    """Return the proportional memory of this process in MB (shared pages are divided among their
+    processes); 0 if it is unknown."""
     with contextlib.suppress(OSError, StopIteration):
         lines = _MEMORY.read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("Pss:"))) // 1024

@@ -22,31 +22,34 @@ from relax_hpc.training.models.towers.media import RowMedia
 from relax_hpc.training.ratio_tail import QUANTILES
 
 
-class Tally:
-    """Sums over the step's episodes, for the metrics."""
+class StepTally:
+    """Sums over the episodes of a step, for the metrics."""
 
     def __init__(self) -> None:
         self.rewards: list[float] = []
         self.lengths: list[int] = []
-        """Tokens that the policy sampled, in all rows of an episode."""
+        """Sampled tokens in all rows of each episode."""
         self.ends = Counter[str]()
-        """Episodes by how they ended, see `finish_reason` of rows."""
+        """Number of episodes by the reason of their end, see `finish_reason` of rows."""
         self.compared = self.equal = 0
-        """Prompt groups of two episodes or more, and those of them whose rewards are all equal."""
+        """Number of prompt groups with two or more episodes, and number of those whose rewards are
+        all equal."""
         self.turns = self.heard = 0
-        """Turns of the policy, and tokens that others said between them."""
+        """Number of turns of the policy, and of tokens between the turns that it did not sample."""
         self.row_tokens: list[int] = []
-        """Tokens of each row, those included that nobody sampled."""
+        """Tokens of each row, sampled or not."""
         self.media: dict[str, tuple[Kind, Grid]] = {}
-        """Kinds and grids of the media of this rank's rows, by their ids; of all ranks', once they
-        are gathered."""
+        """Kinds and grids of the media of this rank's rows, by their ids. After `gather` the leader
+        has those of all ranks."""
         self.routes = np.zeros(2)
-        """Routes that are the trainer's own too, and all that came with the rows; in the leader."""
+        """Number of routes that equal the trainer's own routes, and number of all routes; in the
+        leader."""
 
     def add(self, rows: list[Row], media: RowMedia | None = None) -> None:
-        """Count rows of whole prompt groups, in the order of their ids, and ``media`` of some."""
+        """Count rows of whole prompt groups, in the order of their ids, and ``media`` of some of
+        them."""
         inputs = media.inputs if media else {}
-        self.media |= {name: (one.kind, one.grid) for name, one in inputs.items()}
+        self.media |= {name: (medium.kind, medium.grid) for name, medium in inputs.items()}
         prompts = nest_rows(rows)
         for prompt in prompts:
             rewards = {float(episode[0]["reward"]) for episode in prompt}
@@ -66,12 +69,12 @@ class Tally:
         self.heard += counts.heard
 
     def gather(self, channel: RankChannel) -> None:
-        """Have the media of all ranks in the leader. Collective."""
+        """Collect the media of all ranks in the leader. Collective."""
         for media in channel.gather(self.media) or ():
             self.media |= {name: (Kind(kind), (*grid,)) for name, (kind, grid) in media.items()}
 
-    def join(self, other: Tally) -> None:
-        """Count what ``other`` has counted too."""
+    def merge(self, other: StepTally) -> None:
+        """Add the counts of ``other``."""
         self.rewards += other.rewards
         self.lengths += other.lengths
         self.ends += other.ends
@@ -89,16 +92,16 @@ class RowCounts:
     """Numbers of tokens in rows."""
 
     sampled: np.ndarray
-    """Tokens that the policy sampled, of each row [rows]."""
+    """Sampled tokens of each row [rows]."""
     turns: int
-    """Stretches of sampled tokens behind the prompts, of all rows."""
+    """Number of runs of sampled tokens after the prompts, over all rows."""
     heard: int
-    """Tokens behind the prompts that the policy did not sample, of all rows."""
+    """Number of tokens after the prompts that were not sampled, over all rows."""
 
 
 def row_counts(rows: Sequence[Row]) -> RowCounts:
-    """Count the tokens of all ``rows``, at least one, in a few calls of numpy. Calls for each row
-    would cost more than the counting."""
+    """Count the tokens of all ``rows``, at least one, in a few calls of numpy. Separate calls for
+    each row would take longer than the counting itself."""
     lengths = np.array([len(row["token_versions"]) for row in rows])
     prompts = np.array([row["prompt_len"] for row in rows])
     starts = np.cumsum(lengths) - lengths
@@ -107,14 +110,14 @@ def row_counts(rows: Sequence[Row]) -> RowCounts:
     response = np.arange(len(sampled)) >= begins
     sampled_before = np.concatenate(([False], sampled[:-1]))
     sampled_before[np.minimum(starts + prompts, len(sampled) - 1)] = False
-    turns = np.count_nonzero(sampled & response & ~sampled_before)
-    heard = np.count_nonzero(response & ~sampled)
+    turns = int(np.count_nonzero(sampled & response & ~sampled_before))
+    heard = int(np.count_nonzero(response & ~sampled))
     return RowCounts(np.add.reduceat(sampled.astype(np.int64), starts), turns, heard)
 
 
 def staleness_report(answer: StepTrained) -> dict[str, float]:
-    """Scalars of what the queue says of a step: how old its tokens were, how far behind readers
-    are."""
+    """Return scalars from the queue's answer for a step: the age of its tokens, and the lag of
+    readers."""
     staleness = answer.staleness
     return {
         "staleness/min": min(staleness),
@@ -135,18 +138,18 @@ _RENAMED = {
     "empty": "loss/empty_updates",
 }
 _COUNTS = ("skipped", "empty")
-"""Metrics of an update that are added up over those of a step."""
+"""Metrics of an update that are summed over the updates of a step."""
 _WITH_LARGEST = ("loss/grad_norm", "loss/clip_fraction", "kl/old")
-"""Metrics whose largest value is reported too, if a step has several updates."""
+"""Metrics whose largest value is reported, too, if a step has several updates."""
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several updates of a step as one value each.
+    """Return the metrics of several updates of a step as one value each.
 
-    Counts are added up. Of maxima the largest counts, and of quantiles, which have no mean. All
-    others are means, over what the metric of an update is a mean over itself: tokens, or the loss's
-    `weight`. Updates without a trained token and values that are not finite have no part in means
-    and maxima; `empty` and `skipped` count such updates.
+    Counts are summed. Of maxima, and of quantiles, which have no mean, the largest value is used.
+    All other values are means, weighted as in the metric of an update itself: by tokens, or by the
+    `weight` of the loss. Means and maxima leave out updates without a trained token and values that
+    are not finite; `empty` and `skipped` count such updates.
     """
     names = dict.fromkeys(chain.from_iterable(updates))
     return {
@@ -156,7 +159,7 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _over_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
-    """One value of the metric ``name``, which all ``updates`` have."""
+    """Return one value of the metric ``name``, which all ``updates`` have."""
     if name in _COUNTS:
         return sum(update[name] for update in updates)
     usable = [
@@ -174,29 +177,30 @@ def _over_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step's updates, of which there may be many."""
+    """Result of a step's updates."""
 
     updates: Sequence[dict[str, float]]
-    """Metrics of each update (`Trainer.step`), in their order."""
+    """Metrics of each update (`Trainer.step`) in order."""
     first_pass: int
-    """Updates of the first pass over the rows, after which each row was trained on once."""
-    tally: Tally
+    """Number of updates of the first pass, after which each row was trained on once."""
+    tally: StepTally
     lr: float
+    """Learning rate of the step."""
     seconds: float
+    """Duration of the step."""
 
     def of_first_pass(self) -> dict[str, float]:
-        """Metrics of the first pass, together: each row of the step counts once."""
+        """Return the metrics of the first pass, in which each row counts once."""
         return over_updates(self.updates[: self.first_pass])
 
     def values(self) -> dict[str, float]:
-        """Scalars that any trainer has."""
+        """Return the scalars of any trainer."""
         values = _renamed(over_updates(self.updates))
         if len(self.updates) > 1:
-            each = [_renamed(update) for update in self.updates]
+            renamed_updates = [_renamed(update) for update in self.updates]
             for name in _WITH_LARGEST:
-                finite = [
-                    update[name] for update in each if math.isfinite(update.get(name, math.nan))
-                ]
+                numbers = [update.get(name, math.nan) for update in renamed_updates]
+                finite = [number for number in numbers if math.isfinite(number)]
                 if finite:
                     values[name + MAX_SUFFIX] = max(finite)
         return values | {
@@ -207,7 +211,7 @@ class StepResult:
 
 
 def _renamed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """``metrics`` of updates by their tags, without those that have none."""
+    """Return ``metrics`` of updates by their tags, without those that have no tag."""
     tags = {_RENAMED.get(name, name): value for name, value in metrics.items()}
     return {tag: value for tag, value in tags.items() if "/" in tag}
 
@@ -219,11 +223,11 @@ def mfu_report(
     peak: float | None,
     frozen: Collection[str] = (),
 ) -> dict[str, float]:
-    """The share of ``peak``, operations a second of all ranks together, that a step's ``passes``
-    over its rows took.
+    """Return the achieved share of ``peak``, the operations per second of all ranks together, for a
+    step's ``passes`` over its rows.
 
-    Of its whole time: waiting for rows is in it. Towers that are ``frozen`` have a forward pass
-    alone. Nothing where the peak is not known.
+    The whole duration of the step counts, including waits for rows. ``frozen`` towers have only a
+    forward pass. The result is empty if the peak is unknown.
     """
     if not peak:
         return {}
@@ -232,23 +236,27 @@ def mfu_report(
 
 
 def policy_values(result: StepResult) -> dict[str, float]:
-    """Scalars of a policy's step. The comparisons of rollout and old log-probs are of the first
-    pass, in which each row counts once. `drift` is of the first update, before it: what moved since
-    the old log-probs were made is apart from what the step's updates move.
+    """Return the scalars of a policy's step.
 
-    `parity/*` is how far the two engines that computed the same log-probs are apart, in nats: no
-    KL.
+    Comparisons of rollout and old log-probabilities are of the first pass, in which each row counts
+    once. `drift` is measured in the first update, before its change of the weights: it shows the
+    change since the old log-probabilities were computed, without the changes by the step's updates.
+    `parity/*` are differences, in nats, of the log-probabilities of two engines for the same
+    tokens; they are no KL.
     """
     first, rows, tally = result.updates[0], result.of_first_pass(), result.tally
     count = len(tally.rewards)
     mean = sum(tally.rewards) / count
-    return result.values() | {
+    values = result.values() | {
         "reward/mean": mean,
         "reward/std": (sum((reward - mean) ** 2 for reward in tally.rewards) / count) ** 0.5,
         "reward/response_tokens": sum(tally.lengths) / count,
         "reward/stopped_share": (tally.ends["stop"] + tally.ends["env_done"]) / count,
-        **({"reward/zero_std_share": tally.equal / tally.compared} if tally.compared else {}),
-        **turns_report(tally),
+    }
+    if tally.compared:
+        values["reward/zero_std_share"] = tally.equal / tally.compared
+    values |= turns_report(tally)
+    values |= {
         "parity/logprob_abs_diff": rows.get("train_rollout_logprob_abs_diff", 0.0),
         "parity/logprob_max": rows.get("train_rollout_logprob_max", 0.0),
         "parity/ratio_p99": rows.get("train_rollout_ratio_p99", 1.0),
@@ -256,17 +264,17 @@ def policy_values(result: StepResult) -> dict[str, float]:
         "kl/rollout": rows.get("rollout_kl", 0.0),
         "kl/drift": first.get("kl/old", 0.0),
         "loss/clip_fraction_drift": first.get("clip_fraction", 0.0),
-        **correction_report(rows),
-        **(
-            {"r3/routes_equal": float(tally.routes[0] / tally.routes[1])} if tally.routes[1] else {}
-        ),
     }
+    values |= correction_report(rows)
+    if tally.routes[1]:
+        values["r3/routes_equal"] = float(tally.routes[0] / tally.routes[1])
+    return values
 
 
-def turns_report(tally: Tally) -> dict[str, float]:
-    """Scalars of episodes of several turns; nothing where each is one response."""
+def turns_report(tally: StepTally) -> dict[str, float]:
+    """Return the scalars of episodes of several turns; empty if every episode is one response."""
     count = len(tally.rewards)
-    # A row of an agent program may have one answer, and nothing behind it.
+    # A row of an agent program may have one response and no tokens after it.
     if not tally.heard and set(tally.ends) <= {"stop", "length"}:
         return {}
     means = {"turns": tally.turns, "rows": len(tally.row_tokens), "heard_tokens": tally.heard}
@@ -275,11 +283,11 @@ def turns_report(tally: Tally) -> dict[str, float]:
 
 
 def correction_report(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics of how far the engine's policy was from the old one, and of what the off-policy
-    correction made of it.
+    """Return metrics of the distance between the engine's policy and the old one, and of the
+    off-policy correction.
 
-    `correction/effective_share`: of as many tokens by the old policy itself, those that would say
-    as much.
+    `correction/effective_share` is the effective sample size as a share of the tokens: this share
+    of tokens, sampled by the old policy itself, would contain the same information.
     """
     inverse = metrics.get("rollout_inverse_ratio_max", 0.0)
     weight = metrics.get("correction_weight", 0.0)

@@ -1,4 +1,4 @@
-"""The rows of a trainer role's steps, window after window, each as soon as it is there."""
+"""The rows of a trainer role's steps: window after window, each when its rows exist."""
 
 from __future__ import annotations
 
@@ -15,37 +15,43 @@ from relax_hpc.queue.presence import longest_wait_s
 from relax_hpc.queue.process_context import HUB, Context
 from relax_hpc.roles.prefetch import Prefetch, Window
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.roles.step_clock import AtEdge, StepClock
+from relax_hpc.roles.step_clock import StepClock, StopBeforeStep
 
 _LOOK_S = 0.2
 DISK = ("disk", "settled on disk")
-"""Cause of a trainer's wait when rows that it has are not safe yet."""
+"""Cause of a trainer's wait for its rows to be on disk."""
 
 
-class Aside:
-    """Duties of a trainer role while it waits for rows to train on: none here."""
+class IdleWork:
+    """Work of a trainer role while it waits for rows to train on. The default has none."""
 
     def due(self, step: int) -> Future | None:
-        """Future, in the leader, that is done when there is work to do before ``step``; None: none
-        will come."""
+        """Return a Future, in the leader, that is done when there is work to do before ``step``;
+        None if there will be no work."""
         return None
 
     def take(self) -> dict[str, Any]:
-        """Message, made in the leader, that tells all ranks of the work that is due."""
+        """Return the message, in the leader, that describes the work to all ranks."""
         raise NotImplementedError
 
-    def do(self, told: dict[str, Any]) -> None:
-        """Called in every rank with that message: does the work."""
+    def do(self, message: dict[str, Any]) -> None:
+        """Do the work of ``message``. It is called in every rank."""
         raise NotImplementedError
+
+
+Aside = IdleWork  # Name in release 0.1.
 
 
 class WindowStream:
-    """One rank's; every rank makes and calls it alike. The leader alone talks to the queue.
+    """Windows of one rank. Every rank creates it and makes the same calls. Only the leader talks to
+    the queue.
 
-    >>> for window in windows.of(step=7, number=0):                              # doctest: +SKIP
-    ...     learn(window.rows)
-    >>> if not windows.settled(7, claims):
-    ...     windows.give_back(7, 0, claims)
+    ::
+
+        for window in windows.take_windows(step=7, number=0):
+            learn(window.rows)
+        if not windows.settled(7, claims):
+            windows.give_back(7, 0, claims)
     """
 
     def __init__(
@@ -56,21 +62,21 @@ class WindowStream:
         settings: TrainerConfig,
         placeholders: Mapping[str, int],
         check: Callable[[], None] = lambda: None,
-        aside: Aside | None = None,
+        idle_work: IdleWork | None = None,
     ) -> None:
-        """``check`` raises what goes wrong elsewhere in this process, which may be why no rows
-        come. ``aside``: what is done while they do not."""
+        """``check`` raises errors of background work in this process, which may be the reason why
+        no rows arrive. ``idle_work`` is done while none arrive."""
         self.context, self.config, self.ranks = context, context.config, ranks
-        self.clock, self.check, self.aside = clock, check, aside or Aside()
+        self.clock, self.check, self.idle_work = clock, check, idle_work or IdleWork()
         self.prefetch = Prefetch(context, ranks, settings, placeholders)
         self.settling: Future | None = None
-        """Answer to the leader about the rows of the last mini-batch."""
+        """The queue's answer to the leader about the rows of the last mini-batch."""
 
-    def of(self, step: int, number: int) -> Iterator[Window]:
-        """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there.
+    def take_windows(self, step: int, number: int) -> Iterator[Window]:
+        """Yield the windows of mini-batch ``number`` in ticket order, each when its rows exist.
 
-        While one is trained on, the next is fetched, though it be another step's. With the last one
-        the queue is asked whether all rows are on disk.
+        The next window, also of another step, is fetched during training on the present one. With
+        the last window the queue is asked whether all rows are on disk.
         """
         minis = self.config.algorithm.mini_batches
         size = self.config.prompts_per_step // minis
@@ -80,11 +86,11 @@ class WindowStream:
         if not self.prefetch.asked:
             self.prefetch.ask(0)
         while len(tickets) < size:
-            # Beyond the first update it is too late to leave the step out.
+            # After the first update the step must be completed.
             window = self._take(step, may_end=number == 0)
             leases.append(window.claim.lease)
             check_range(window.claim, first, size)
-            # A ticket whose rows were lost since it was claimed may come again.
+            # A ticket whose rows were lost after the claim may appear a second time.
             tickets.update(window.claim.tickets)
             last = len(tickets) >= size
             if not last:
@@ -93,19 +99,20 @@ class WindowStream:
                 if step + 1 < self.config.steps or number + 1 < minis:
                     self.prefetch.ask(0)
                 if self.ranks.leader:
+                    assert self.context.client is not None
                     self.settling = self.context.client.training.settled(leases)
             yield replace(window, last=last)
 
     def settled(self, step: int, claims: list[Claim]) -> bool:
-        """Whether all rows of ``claims``, which `of` has asked about, are on disk; if not, some
-        were lost."""
+        """Whether all rows of ``claims``, about which `take_windows` has asked, are on disk. If
+        not, some were lost."""
         with self.context.spans("wait", step=step, cause=DISK):
             held = self.ranks.tell(self.settling if self.ranks.leader else None)
         return len(held) == sum(len(claim.tickets) for claim in claims)
 
     def give_back(self, step: int, number: int, claims: list[Claim]) -> None:
-        """Hold nothing of mini-batch ``number`` any more, nor what was asked for last: it may be of
-        this one too."""
+        """Release the claims of mini-batch ``number``, and the requested window, which may belong
+        to the same mini-batch."""
         for claim in claims:
             self._release(claim)
         if self.prefetch.asked:
@@ -118,83 +125,90 @@ class WindowStream:
         self,
         work: Future,
         may_end: bool,
-        what: str = "no rows to train on came",
+        awaited: str = "no rows to train on came",
         other: Future | None = None,
     ) -> str:
-        """Wait for an answer of the queue, or for ``other``, in the leader; why the role has to end
-        before, if it ``may_end``.
+        """Wait in the leader for ``work``, an answer of the queue, or for ``other``. If the role
+        has to end before and ``may_end`` is set, return the reason.
 
-        DeadlineError, which says ``what`` was waited for in vain."""
-        patience, client = self.config.queue.wait_timeout_s, self.context.client
-        longest, until, stood = (
-            longest_wait_s(self.config),
-            time.monotonic() + patience,
-            client.beat.paused_s,
-        )
-        while not wait([work, *([other] if other else [])], _LOOK_S, FIRST_COMPLETED).done:
-            # While somebody is not there, the clock stands.
-            if time.monotonic() > until + min(client.beat.paused_s - stood, longest):
-                where = f"the logs of the group that is behind in {self.context.run.root / 'logs'}"
-                raise DeadlineError(f"{what} for {patience:g} s; see relax-hpc status, and {where}")
+        DeadlineError: the wait takes too long; ``awaited`` describes it.
+        """
+        timeout_s, client = self.config.queue.wait_timeout_s, self.context.client
+        assert client is not None
+        longest_s = longest_wait_s(self.config)
+        until = time.monotonic() + timeout_s
+        paused_before_s = client.beat.paused_s
+        futures = [work, other] if other else [work]
+        while not wait(futures, _LOOK_S, FIRST_COMPLETED).done:
+            # The timeout does not run while a group is pending or is being replaced.
+            paused_s = min(client.beat.paused_s - paused_before_s, longest_s)
+            if time.monotonic() > until + paused_s:
+                logs = self.context.run.root / "logs"
+                raise DeadlineError(
+                    f"{awaited} for {timeout_s:g} s; see relax-hpc status, and the logs of the "
+                    f"group that is behind in {logs}"
+                )
             self.ranks.control.extend_wait()
             self.check()
-            if may_end and (reason := self.why_end()):
+            reason = self.stop_reason() if may_end else ""
+            if reason:
                 return reason
         return ""
 
     def ask(self, step: int, cause: tuple[str, str], ask: Callable[[QueueClient], Future]) -> Any:
-        """Ask the queue and wait for its answer, a message, in every rank; AtEdge if the role has
-        to end before."""
-        told: dict[str, Any] = {}
+        """Ask the queue and wait for its answer, a message, in every rank. StopBeforeStep: the role
+        has to end before."""
+        message: dict[str, Any] = {}
         with self.context.spans("wait", step=step, cause=cause):
             if self.ranks.leader:
+                assert self.context.client is not None
                 work = ask(self.context.client)
                 reason = self._wait(
-                    work, may_end=True, what=f"{cause[0]}: {cause[1]}: waited in vain"
+                    work, may_end=True, awaited=f"{cause[0]}: {cause[1]}: no answer of the queue"
                 )
-                told = {"reason": reason, "answer": None if reason else work.result()}
-            told = self.ranks.tell(told)
-        if told["reason"]:
-            raise AtEdge(told["reason"])
-        return told["answer"]
+                message = {"reason": reason, "answer": None if reason else work.result()}
+            message = self.ranks.tell(message)
+        if message["reason"]:
+            raise StopBeforeStep(message["reason"])
+        return message["answer"]
 
-    def why_end(self) -> str:
-        """Reason why another step must not begin; empty: it may."""
-        return self.clock.reason(self.context.stop.is_set())
+    def stop_reason(self) -> str:
+        """Return the reason why no further step may begin; empty if it may."""
+        return self.clock.stop_reason(self.context.stop.is_set())
 
     def _take(self, step: int, may_end: bool) -> Window:
-        """The window that was asked for, in every rank; AtEdge if the role has to end before, and
-        ``may_end``."""
-        asked = self.prefetch.asked
+        """Return the requested window in every rank. StopBeforeStep: the role has to end before,
+        and ``may_end`` is set."""
+        requested = self.prefetch.asked
+        assert requested is not None
         while True:
             with self.context.spans("wait", step=step, cause=HUB) as waiting:
-                told = self.ranks.tell(
-                    self._next(asked, step, may_end) if self.ranks.leader else None
+                message = self.ranks.tell(
+                    self._next(requested, step, may_end) if self.ranks.leader else None
                 )
-                if told["reason"]:
-                    raise AtEdge(told["reason"])
-                if not told["aside"]:
-                    window = asked.result()
+                if message["reason"]:
+                    raise StopBeforeStep(message["reason"])
+                if not message["aside"]:
+                    window = requested.result()
                     waiting.set_causes(window.claim.waited)
                     self.prefetch.taken()
                     return window
-            self.aside.do(told["aside"])
+            self.idle_work.do(message["aside"])
 
-    def _next(self, asked: Future, step: int, may_end: bool) -> dict[str, Any]:
-        """Message of the leader to the ranks: why the role has to end, what is done aside, or that
-        the window is there."""
-        other = self.aside.due(step)
-        reason = self._wait(asked, may_end, other=other)
-        goes_aside = not reason and not asked.done()
-        return {"reason": reason, "aside": self.aside.take() if goes_aside else {}}
+    def _next(self, requested: Future, step: int, may_end: bool) -> dict[str, Any]:
+        """Return the leader's message to the ranks: the reason to end, work to do while idle, or
+        neither if the window exists."""
+        other = self.idle_work.due(step)
+        reason = self._wait(requested, may_end, other=other)
+        has_idle_work = not reason and not requested.done()
+        return {"reason": reason, "aside": self.idle_work.take() if has_idle_work else {}}
 
 
 def check_range(claim: Claim, first: int, size: int) -> None:
-    """RelaxError unless ``claim`` has some of the ``size`` places in the order of training from
-    ``first`` on."""
+    """RelaxError: the place of ``claim`` in the order of training is not among the ``size`` places
+    from ``first`` on."""
     if not first <= claim.place < first + size:
-        found = f"places from {claim.place} on in the order of training"
         raise RelaxError(
-            f"claim: found {found}, expected those of {first} to {first + size - 1}; its group "
-            "starts again"
+            f"claim: found places from {claim.place} on in the order of training, expected "
+            f"those of {first} to {first + size - 1}; its group restarts"
         )

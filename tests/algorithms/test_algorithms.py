@@ -559,6 +559,6 @@ def test_advantages_that_are_no_numbers_are_a_mistake_of_the_algorithm() -> None
     ]
     require_finite(rows[:1], made[:1], Algorithm(name="mine"))
     with pytest.raises(
-        ConfigError, match=r"mine gives advantages that are not finite, of row 0+3\.01"
+        ConfigError, match=r"mine gives advantages that are not finite, for row 0+3\.01"
     ):
         require_finite(rows, made, Algorithm(name="mine"))

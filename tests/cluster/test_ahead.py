@@ -274,8 +274,8 @@ def test_a_rank_that_waits_is_shown(run: RunDir, rank: subprocess.Popen) -> None
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("hangs up", "its supervisor needs it no more"),
-        ("another begins", "incarnation 2 was begun without it"),
+        ("hangs up", "its supervisor no longer needs it"),
+        ("another begins", "incarnation 2 started without it"),
         ("finished", "the run is over"),
     ],
 )
@@ -367,12 +367,12 @@ def test_a_context_on_any_gpu_is_seen_whoever_made_it(
 
 
 def test_a_rank_whose_imports_take_a_gpu_waits_for_nobody(run: RunDir) -> None:
-    code = RANK.replace("seen = {}", "seen = {}; ahead.has_context = lambda: True")
+    code = RANK.replace("seen = {}", "seen = {}; ahead.has_cuda_context = lambda: True")
     words = [sys.executable, "-c", code, str(run.root)]
     done = subprocess.run(
         words, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
     assert (
-        "an import has taken a GPU that others work on; set liveness.start_ahead_s: 0"
+        "an import uses memory of a GPU that other processes use; set liveness.start_ahead_s: 0"
         in done.stdout
     )

@@ -189,7 +189,7 @@ def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
     prompt = stored.of_ticket(PROMPT)
     (row,) = rows_of(prompt, 7, {0: answer(9, 2)})
     reader = MediaReader(lambda: stored.store, model)
-    found = reader.of([row, row, {"token_ids": [1], "spans": []}])
+    found = reader.read([row, row, {"token_ids": [1], "spans": []}])
     assert found
     ((media_id, one),) = found.inputs.items()
     assert one.tokens == 4 and one.grid == (1, 4, 4)
@@ -198,7 +198,7 @@ def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
     heights, widths = [2, 2, 3, 3], [2, 3, 2, 3]
     expected = [[0, 1, *place, 4, 5, 6, 7] for place in ([2] * 4, heights, widths)]
     assert found.positions(row).tolist() == expected
-    assert reader.of([{"token_ids": [1], "spans": []}]) is None
+    assert reader.read([{"token_ids": [1], "spans": []}]) is None
 
 
 def test_people_see_small_pictures_of_what_a_sample_is_about(stored: Stored, model: Path) -> None:

@@ -28,7 +28,7 @@ from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.net.rendezvous import network
 from relax_hpc.net.rendezvous.network import interface_address, library_environment, own_address
 from relax_hpc.net.rendezvous.roster import claim_incarnation
-from relax_hpc.roles.__main__ import meeting_s
+from relax_hpc.roles.__main__ import connect_timeout_s
 from relax_hpc.roles.prepare import prepare
 from tests.helpers.containers import PYTHON, install, make_image
 from tests.helpers.queue_helpers import BUDGET, Roles, in_thread, make_run
@@ -327,9 +327,9 @@ def test_ranks_look_for_each_other_for_less_than_they_may_take_to_begin(
         monkeypatch.setattr(
             spans, "process_start_time", lambda age_s=age_s: time.monotonic() - age_s
         )
-        assert 0.5 * limit_s < meeting_s(config) + age_s < 0.8 * limit_s
+        assert 0.5 * limit_s < connect_timeout_s(config) + age_s < 0.8 * limit_s
     monkeypatch.setattr(spans, "process_start_time", lambda: time.monotonic() - limit_s)
-    assert meeting_s(config) > 0.0
+    assert connect_timeout_s(config) > 0.0
 
 
 def test_a_rollout_of_two_ranks_generates_evaluates_once_and_ends(tmp_path: Path) -> None:

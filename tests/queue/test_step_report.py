@@ -26,7 +26,7 @@ from relax_hpc.queue.row_ids import row_id
 from relax_hpc.queue.row_schema import NO_VERSION
 from relax_hpc.roles.step_report import (
     StepResult,
-    Tally,
+    StepTally,
     policy_values,
     row_counts,
     staleness_report,
@@ -54,8 +54,8 @@ def test_drift_and_updates_are_apart() -> None:
     )
 
 
-def tally_of(rewards: list[float]) -> Tally:
-    tally = Tally()
+def tally_of(rewards: list[float]) -> StepTally:
+    tally = StepTally()
     tally.rewards, tally.lengths = rewards, [3] * len(rewards)
     return tally
 
@@ -165,12 +165,12 @@ def test_groups_of_equal_rewards_are_counted(
     groups: list[list[float]], share: float | None
 ) -> None:
     """Over several windows; a group of one episode compares nothing."""
-    tally, second = Tally(), Tally()
+    tally, second = StepTally(), StepTally()
     rows = rows_with(*groups)
     first_ticket = [row for row in rows if row["row_id"].startswith(rows[0]["row_id"][:9])]
     tally.add(first_ticket)
     second.add(rows[len(first_ticket) :])
-    tally.join(second)
+    tally.merge(second)
     values = policy_values(StepResult([update(1.0, 1.0)], 1, tally, 1e-3, 1.0))
     assert values.get("reward/zero_std_share") == share
 

@@ -30,9 +30,9 @@ from relax_hpc.data.multimodal.medium import Kind  # noqa: E402
 from relax_hpc.net.rendezvous.channel import RankChannel  # noqa: E402
 from relax_hpc.roles.checkpoints import Checkpoints  # noqa: E402
 from relax_hpc.roles.prefetch import Window  # noqa: E402
-from relax_hpc.roles.step_clock import AtEdge, StepClock  # noqa: E402
-from relax_hpc.roles.step_report import StepResult, Tally, correction_report, mfu_report  # noqa: E402
-from relax_hpc.roles.trainer_role import Beside, TrainerRole  # noqa: E402
+from relax_hpc.roles.step_clock import StepClock, StopBeforeStep  # noqa: E402
+from relax_hpc.roles.step_report import StepResult, StepTally, correction_report, mfu_report  # noqa: E402
+from relax_hpc.roles.trainer_role import TrainerHooks, TrainerRole  # noqa: E402
 from relax_hpc.roles.window_stream import WindowStream  # noqa: E402
 from relax_hpc.training.checkpoint.store import CheckpointError  # noqa: E402
 from relax_hpc.training.models.families import spec_from_config  # noqa: E402
@@ -73,7 +73,7 @@ def test_mfu_is_of_the_whole_step_and_of_what_the_model_needs() -> None:
     spec = Qwen3(**sizes, tied=True)
     matrices = 2 * (8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16) + 8 * 10
     attention = 2 * 2 * 16 * (3 * 3 + 5 * 5)
-    tally = Tally()
+    tally = StepTally()
     tally.row_tokens = [3, 5]
     result = StepResult([{}], 1, tally, 0.1, 2.0)
     expected = 2 * 3 * (2 * matrices * 8 + attention) / (2.0 * 1e6)
@@ -100,18 +100,22 @@ def test_mfu_is_of_the_whole_step_and_of_what_the_model_needs() -> None:
 def test_without_a_time_limit_there_is_always_room() -> None:
     clock = StepClock(None)
     clock.step_s = clock.save_s = 1e9
-    assert clock.room() and clock.reason(False) == "" and clock.reason(True) == "asked to stop"
+    assert (
+        clock.has_room()
+        and clock.stop_reason(False) == ""
+        and clock.stop_reason(True) == "asked to stop"
+    )
 
 
 def test_a_step_that_cannot_end_before_the_limit_is_not_started() -> None:
     clock = StepClock(time.time() + 100.0)
-    assert clock.room(), "nothing was measured yet"
+    assert clock.has_room(), "nothing was measured yet"
     clock.step_s, clock.save_s = 40.0, 20.0
-    assert clock.room(), "90 s of 100"
+    assert clock.has_room(), "90 s of 100"
     clock.save_s = 30.0
-    assert clock.reason(False) == "the time limit leaves no room for a step", "105 s of 100"
-    assert clock.reason(True) == "asked to stop"
-    assert not StepClock(time.time() - 1.0).room()
+    assert clock.stop_reason(False) == "the time limit leaves no room for a step", "105 s of 100"
+    assert clock.stop_reason(True) == "asked to stop"
+    assert not StepClock(time.time() - 1.0).has_room()
 
 
 class Queue:
@@ -164,7 +168,7 @@ def waiting(deadline: float | None = None, client: Queue | None = None) -> Any:
         leader=True, layout=layout, ask=lambda ask: ask(actor.context.client), **ways
     )
     actor.clock = StepClock(deadline)
-    actor.beside = Beside()
+    actor.hooks = TrainerHooks()
     actor.checkpoints = SimpleNamespace(saver=SimpleNamespace(check=lambda: None))
     actor.windows = WindowStream(
         actor.context, actor.ranks, actor.clock, actor.settings, {}, actor.check
@@ -182,16 +186,16 @@ def later(actor: Any, act: Callable[[], None]) -> threading.Thread:
 def test_who_waits_for_the_first_rows_of_a_step_ends_when_asked_to() -> None:
     actor = waiting()
     thread = later(actor, actor.context.stop.set)
-    with pytest.raises(AtEdge, match="asked to stop"):
-        next(actor.windows.of(3, 0))
+    with pytest.raises(StopBeforeStep, match="asked to stop"):
+        next(actor.windows.take_windows(3, 0))
     thread.join()
 
 
 def test_who_waits_until_the_limit_is_near_ends_too() -> None:
     actor = waiting(time.time() + 10.0)
     actor.clock.step_s = 10.0
-    with pytest.raises(AtEdge, match="the time limit leaves no room"):
-        next(actor.windows.of(3, 0))
+    with pytest.raises(StopBeforeStep, match="the time limit leaves no room"):
+        next(actor.windows.take_windows(3, 0))
 
 
 def test_a_step_whose_weights_have_changed_is_brought_to_its_end() -> None:
@@ -199,7 +203,7 @@ def test_a_step_whose_weights_have_changed_is_brought_to_its_end() -> None:
     actor.context.stop.set()
     last = claim(5, 14, 15)
     thread = later(actor, lambda: actor.context.client.claims[0].set_result(last))
-    assert list(actor.windows.of(3, 1)) == [Window(last, [], last=True)]
+    assert list(actor.windows.take_windows(3, 1)) == [Window(last, [], last=True)]
     thread.join()
 
 
@@ -228,16 +232,16 @@ def claim(lease: int, *tickets: int) -> Claim:
 def test_rows_that_are_there_are_trained_on() -> None:
     actor = giving(CLAIM)
     actor.context.stop.set()
-    assert list(actor.windows.of(3, 0)) == [Window(CLAIM, [], last=True)]
+    assert list(actor.windows.take_windows(3, 0)) == [Window(CLAIM, [], last=True)]
 
 
 def test_while_one_window_is_trained_on_the_next_is_asked_for() -> None:
     actor = giving(claim(1, 12), claim(2, 13), claim(3, 14, 15), claim(4, 16, 17))
-    assert [(window.claim.lease, window.last) for window in actor.windows.of(3, 0)] == [
+    assert [(window.claim.lease, window.last) for window in actor.windows.take_windows(3, 0)] == [
         (1, False),
         (2, True),
     ]
-    assert [window.claim.lease for window in actor.windows.of(3, 1)] == [3]
+    assert [window.claim.lease for window in actor.windows.take_windows(3, 1)] == [3]
     assert actor.windows.prefetch.asked.result(10).claim.lease == 4, "of the next step"
     assert actor.context.client.dealt == [0, 1, 0, 0]
 
@@ -245,7 +249,9 @@ def test_while_one_window_is_trained_on_the_next_is_asked_for() -> None:
 def test_behind_the_last_step_nothing_is_asked_for() -> None:
     actor = giving(claim(1, 12, 13), claim(2, 14, 15))
     actor.config.steps = 4
-    assert [window.claim.lease for number in (0, 1) for window in actor.windows.of(3, number)] == [
+    assert [
+        window.claim.lease for number in (0, 1) for window in actor.windows.take_windows(3, number)
+    ] == [
         1,
         2,
     ]
@@ -265,25 +271,25 @@ def test_rows_that_never_come_end_the_wait() -> None:
     with pytest.raises(
         DeadlineError, match=r"no rows to train on came for 0 s; .* logs of the group"
     ):
-        next(actor.windows.of(3, 0))
+        next(actor.windows.take_windows(3, 0))
 
 
 def test_a_claim_of_other_tickets_is_not_trained_on() -> None:
     with pytest.raises(RelaxError, match=r"found places from 14 on .*, expected those of 12 to 13"):
-        next(giving(claim(1, 14, 15)).windows.of(3, 0))
+        next(giving(claim(1, 14, 15)).windows.take_windows(3, 0))
 
 
 def test_ranks_wait_together_until_the_queue_knows_of_a_step() -> None:
     """A full disk, or a hub that is away, may take hours: a rank that went on alone would give the
     others up."""
     actor, heard = giving(), list[Any]()
-    actor.told = future = Future()
+    actor.step_ack = future = Future()
     future.set_result({})
     actor.ranks.tell = lambda message: heard.append(message) or {}
-    actor.await_told(3)
+    actor.await_step_ack(3)
     assert heard == [future], "what the others hear of meanwhile"
-    actor.ranks.leader, actor.told = False, None
-    actor.await_told(3)
+    actor.ranks.leader, actor.step_ack = False, None
+    actor.await_step_ack(3)
     assert heard == [future, None], "they are in it too"
 
 
@@ -305,7 +311,7 @@ class Losing(Giving):
 
 def test_rows_that_are_lost_with_their_maker_cost_a_gradient() -> None:
     lost, again = claim(6, 13), claim(7, 12, 13)
-    queue, done, tally = Losing(CLAIM, lost, again), [], Tally()
+    queue, done, tally = Losing(CLAIM, lost, again), [], StepTally()
     actor = waiting(client=queue)
     actor.batches = lambda window: [window.claim.lease]
     taken = {
@@ -320,7 +326,7 @@ def test_rows_that_are_lost_with_their_maker_cost_a_gradient() -> None:
 
 
 def test_a_ticket_that_comes_twice_does_not_count_for_another() -> None:
-    first, tally = (claim(5, 12), claim(6, 12), claim(7, 13), claim(8, 14)), Tally()
+    first, tally = (claim(5, 12), claim(6, 12), claim(7, 13), claim(8, 14)), StepTally()
     queue = Losing(*first, claim(9, 12), claim(10, 13))
     actor = waiting(client=queue)
     queue.held = [[12, 13], [12, 13]]
@@ -341,9 +347,9 @@ def test_what_goes_wrong_beside_training_is_why_no_rows_come() -> None:
     def check() -> None:
         raise RelaxError("weights/i000001-v000004: No space left on device")
 
-    actor.beside.check = check
+    actor.hooks.check = check
     with pytest.raises(RelaxError, match="No space left"):
-        next(actor.windows.of(3, 0))
+        next(actor.windows.take_windows(3, 0))
 
 
 def test_a_claim_that_fails_says_so() -> None:
@@ -353,7 +359,7 @@ def test_a_claim_that_fails_says_so() -> None:
         lambda: actor.context.client.claims[0].set_exception(FencedError("incarnation 1 is over")),
     )
     with pytest.raises(FencedError):
-        next(actor.windows.of(3, 0))
+        next(actor.windows.take_windows(3, 0))
     thread.join()
 
 
@@ -362,20 +368,20 @@ class Recorded(TrainerRole):
 
     def __init__(self, ends_at: int, saves: tuple[int, ...] = (), in_step: bool = False) -> None:
         self.ends_at, self.saves, self.in_step = ends_at, saves, in_step
-        self.config, self.clock, self.beside, self.windows = (
+        self.config, self.clock, self.hooks, self.windows = (
             Config(steps=5),
             StepClock(None),
-            Beside(),
+            TrainerHooks(),
             None,
         )
-        self.alone = True
+        self.is_only_trainer = True
         self.step, self.saved = 0, []
         self.saver = SimpleNamespace(seconds=0.0, failure="")
         self.checkpoints = SimpleNamespace(
             saver=self.saver,
             load=lambda: 0,
             save=self.saved.append,
-            unsaved=self.unsaved,
+            needs_save=self.needs_save,
             settle=self.settled,
         )
         self.ranks = SimpleNamespace(
@@ -384,17 +390,17 @@ class Recorded(TrainerRole):
 
     def check_edge(self) -> None:
         if self.step == self.ends_at and not self.in_step:
-            raise AtEdge("asked to stop")
+            raise StopBeforeStep("asked to stop")
 
-    def await_told(self, step: int) -> None: ...
+    def await_step_ack(self, step: int) -> None: ...
 
     def train(self, step: int) -> bool:
         if step == self.ends_at:
-            raise AtEdge("asked to stop")
+            raise StopBeforeStep("asked to stop")
         self.step = step + 1
         return self.step in self.saves
 
-    def unsaved(self, step: int, saved: int) -> bool:
+    def needs_save(self, step: int, saved: int) -> bool:
         return step > saved or bool(self.saver.failure)
 
     def settled(self) -> None:
@@ -448,7 +454,7 @@ def test_a_run_none_of_whose_checkpoints_verifies_does_not_begin_anew(
     monkeypatch.setattr("relax_hpc.roles.checkpoints.store.load", load)
     checkpoints: Any = Checkpoints.__new__(Checkpoints)
     checkpoints.context = SimpleNamespace(
-        role="actor", run=RunDir(Path("run")), says=lambda _: None
+        role="actor", run=RunDir(Path("run")), report_phase=lambda _: None
     )
     checkpoints.saver = SimpleNamespace(prepare=lambda: None, ready=lambda: None)
     training = SimpleNamespace(
@@ -463,7 +469,9 @@ def test_a_run_none_of_whose_checkpoints_verifies_does_not_begin_anew(
     sound = {"step-10"}
     assert checkpoints.load() == 10 and resumed == [10]
     sound.clear()
-    with pytest.raises(RelaxError, match=r"none of 2 verifies .*step-20: damaged.*bring one back"):
+    with pytest.raises(
+        RelaxError, match=r"none of 2 verifies .*step-20: damaged.*restore one of them"
+    ):
         checkpoints.load()
     found.clear()
     assert checkpoints.load() == 0 and resumed == [10, 0]

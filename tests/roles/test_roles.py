@@ -87,7 +87,7 @@ def test_a_window_of_one_prompt_group_is_shared_by_all_ranks() -> None:
     taken = []
     for rank in range(4):
         ranks.layout = RankLayout(0, 1, 0, 1, data_rank=rank, data_size=4)
-        taken += ranks.parts(rows, ForwardConfig(max_tokens_per_micro_batch=10))
+        taken += ranks.assign_micro_batches(rows, ForwardConfig(max_tokens_per_micro_batch=10))
     assert sorted(taken) == [[0], [1], [2], [3]]
 
 

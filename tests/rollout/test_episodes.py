@@ -23,7 +23,7 @@ from relax_hpc.queue.client.summary import summarize_groups
 from relax_hpc.queue.row_ids import parse_row_id, row_id, row_ids, ticket_of
 from relax_hpc.queue.row_schema import Row, nest_rows, sampled_versions
 from relax_hpc.roles.advantages import advantages_of
-from relax_hpc.roles.step_report import Tally
+from relax_hpc.roles.step_report import StepTally
 from relax_hpc.rollout.engines.engine import (
     BadAnswer,
     Episode,
@@ -313,7 +313,7 @@ def test_what_nobody_sampled_has_no_version_and_no_length(
     assert sampled_versions(row) == expected
     (told,) = summarize_groups([row], ["token_ids", "token_versions"])
     assert told["versions"] == sorted(expected)
-    tally = Tally()
+    tally = StepTally()
     tally.add([row])
     assert tally.lengths == [len(drawn)]
     leave_older_out(row)

@@ -20,7 +20,7 @@ from relax_hpc.queue.client.segments import START, join_segment
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.prefetch import Window
 from relax_hpc.roles.route_watch import RouteWatch
-from relax_hpc.roles.step_report import StepResult, Tally, policy_values
+from relax_hpc.roles.step_report import StepResult, StepTally, policy_values
 from relax_hpc.rollout.attempt import Attempt, answer_of
 from relax_hpc.rollout.engines.engine import Draft, Generation
 from relax_hpc.rollout.group_rewards import Judge
@@ -201,14 +201,14 @@ def test_rows_with_routes_of_others_are_dropped_before_a_step(tmp_path, capsys) 
         computed = [(Window(claim, rows), batches_of(rows, claim.assignment[0]))]
         whole = slice(None)
         model = SimpleNamespace(routed=True, pack_split=WHOLE, router_tokens=lambda _: whole)
-        watch, tally = RouteWatch(context, ranks, model), Tally()
+        watch, tally = RouteWatch(context, ranks, model), StepTally()
         assert watch.agree(computed, tally)
         assert (
             policy_values(StepResult([{}], 1, counted(tally), 0.1, 1.0))["r3/routes_equal"] == 1.0
         )
         wrong = rows[-1]["row_id"]
         assert not watch.agree(
-            [(computed[0][0], batches_of(rows, claim.assignment[0], wrong))], Tally()
+            [(computed[0][0], batches_of(rows, claim.assignment[0], wrong))], StepTally()
         )
         assert (
             f"quarantined: {wrong}: 0.000 of its routes are the trainer's own"
@@ -220,7 +220,7 @@ def test_rows_with_routes_of_others_are_dropped_before_a_step(tmp_path, capsys) 
         assert roles.admit(version) == [int(wrong.partition(".")[0])]
 
 
-def counted(tally: Tally) -> Tally:
+def counted(tally: StepTally) -> StepTally:
     tally.rewards = [1.0]
     tally.lengths = [1]
     return tally

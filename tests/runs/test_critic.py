@@ -83,7 +83,7 @@ def test_at_staleness_0_rows_of_a_later_step_wait_for_the_update_before_it(
     claim = None if step_of_rows is None else Claim(1, step_of_rows, (), (), 0)
     values, answer = Values.__new__(Values), Future[Claim | None]()
     values.context = SimpleNamespace(config=Config(max_staleness=max_staleness))
-    values.asked = answer
+    values.pending = answer
     assert values.due(3) is answer, "it is waited for, whatever comes"
     answer.set_result(claim)
     assert (values.due(3) is answer) == is_due

@@ -74,14 +74,14 @@ def run(context: Any) -> None:
     import_libraries(context.config.model.device, 0, trains=True)
     from relax_hpc.roles.actor import trainer_of
     from relax_hpc.roles.ranks import Ranks
-    from relax_hpc.roles.trainer_role import Beside, TrainerRole
+    from relax_hpc.roles.trainer_role import TrainerHooks, TrainerRole
     from relax_hpc.training.model import PolicyModel
     from relax_hpc.training.models.hf_files import read_config
 
     class Twin(TrainerRole):
         def train(self, step: int) -> bool:
             due = super().train(step)
-            self.await_told(step)
+            self.await_step_ack(step)
             come_to(f"trained-{step}")
             return due
 
@@ -89,7 +89,7 @@ def run(context: Any) -> None:
     ranks = Ranks(context, config.actor.parallel)
     model = PolicyModel(read_config(context.model), config.model, config.actor.parallel)
     model.load_hf(context.model)
-    twin = Twin(context, ranks, config.actor, trainer_of(model, config), Beside(), {})
+    twin = Twin(context, ranks, config.actor, trainer_of(model, config), TrainerHooks(), {})
     journal = twin.checkpoints.journal
     twin.checkpoints.journal = lambda step, *about: come_to(f"part-{step}") or journal(step, *about)
     twin.run()

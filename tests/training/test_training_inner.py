@@ -197,7 +197,7 @@ def test_a_reference_group_scores_masked_tokens_if_they_pay_for_their_divergence
             "loss_mask": np.zeros_like(row["loss_mask"]),
         }
     ranks = SimpleNamespace(
-        parts=lambda rows, settings: [list(range(len(rows)))],
+        assign_micro_batches=lambda rows, settings: [list(range(len(rows)))],
         media=lambda rows: None,
         collect=lambda rows, numbers, values, tail: values,
     )
