@@ -85,7 +85,7 @@ class Ranks:
 
     def ask(self, ask: Callable[[QueueClient], Future]) -> Any:
         """Return the queue's answer to the leader, a message, in every rank; see
-        `RankChannel.tell`."""
+        `RankChannel.broadcast`."""
         return self.tell(ask(self._client) if self._client else None)
 
     def rows(self, claim: Claim, channel: RankChannel) -> list[Row] | None:
