@@ -373,7 +373,7 @@ def test_servers_serve_to_the_end_of_the_run_and_none_dies_alone(first: str) -> 
         )
         listener = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
-            genrm._over(SimpleNamespace(client=client), [server], listener)
+            genrm._await_end(SimpleNamespace(client=client), [server], listener)
         )
         await asyncio.sleep(0)
         if first == "listener":
