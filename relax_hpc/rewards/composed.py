@@ -30,8 +30,8 @@ class Weighted:
     async def start(self) -> None:
         await asyncio.gather(*(part.start() for _, part in self._parts.values()))
 
-    async def of(self, samples: Sequence[RewardInput]) -> Scores:
-        found = await asyncio.gather(*(part.of(samples) for _, part in self._parts.values()))
+    async def score(self, samples: Sequence[RewardInput]) -> Scores:
+        found = await asyncio.gather(*(part.score(samples) for _, part in self._parts.values()))
         for name, scores in zip(self._parts, found, strict=True):
             if isinstance(scores, RewardError):
                 return RewardError(scores.reason, f"{name}: {scores.detail}", scores.origin)
@@ -63,10 +63,10 @@ class ByRow:
     async def start(self) -> None:
         await asyncio.gather(*(part.start() for part in self._parts.values()))
 
-    async def of(self, samples: Sequence[RewardInput]) -> Scores:
+    async def score(self, samples: Sequence[RewardInput]) -> Scores:
         value = samples[0].metadata.get(self._column)
         if part := self._parts.get(value) if isinstance(value, str) else None:
-            return await part.of(samples)
+            return await part.score(samples)
         found = "nothing" if value is None else repr(value)[:100]
         return RewardError(
             "reward_exception", f"{self._column}: found {found}, allowed: {', '.join(self._parts)}"

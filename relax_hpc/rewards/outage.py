@@ -38,11 +38,11 @@ class WhileAway:
         """See `Rewards`; no server need be there yet."""
         await self._rewards.start()
 
-    async def of(self, samples: Sequence[RewardInput]) -> Scores:
+    async def score(self, samples: Sequence[RewardInput]) -> Scores:
         """See `Rewards`."""
         left_s = self._away_s
         while True:
-            found = await self._rewards.of(samples)
+            found = await self._rewards.score(samples)
             if not (isinstance(found, RewardError) and found.reason == Away.reason):
                 return found
             left_s -= await self._wait(left_s)

@@ -13,7 +13,7 @@ from relax_hpc.base.reward_settings import RewardSettings
 from relax_hpc.rewards import REWARDS, Reward, RewardError, RewardInput, Scores, get_reward
 from relax_hpc.rewards.composed import BY_ROW, WEIGHTED, ByRow, Weighted
 from relax_hpc.rewards.outage import WhileAway
-from relax_hpc.rewards.pool import Pool
+from relax_hpc.rewards.pool import RewardPool
 from relax_hpc.rewards.scoring import scores
 
 
@@ -23,7 +23,7 @@ class Rewards(Protocol):
     async def start(self) -> None:
         """Return when scores can be asked for. ConfigError: there is no such reward."""
 
-    async def of(self, samples: Sequence[RewardInput]) -> Scores:
+    async def score(self, samples: Sequence[RewardInput]) -> Scores:
         """The scores of all samples of a prompt, or why there are none."""
 
     async def close(self) -> None:
@@ -39,7 +39,7 @@ class AtOnce:
 
     async def start(self) -> None: ...
 
-    async def of(self, samples: Sequence[RewardInput]) -> Scores:
+    async def score(self, samples: Sequence[RewardInput]) -> Scores:
         return scores(self._reward, samples)
 
     async def close(self) -> None: ...
@@ -54,7 +54,7 @@ class InThread:
 
     async def start(self) -> None: ...
 
-    async def of(self, samples: Sequence[RewardInput]) -> Scores:
+    async def score(self, samples: Sequence[RewardInput]) -> Scores:
         thread = ThreadPoolExecutor(1)
         try:
             async with asyncio.timeout(self._limit_s):
@@ -100,7 +100,7 @@ def make_rewards(
     if callable(known := REWARDS.get(name)):
         return AtOnce(known)
     if known or (":" in name and workers):
-        pool = Pool(name, 1 if name in ALONE else max(1, workers), limit_s, settings)
+        pool = RewardPool(name, 1 if name in ALONE else max(1, workers), limit_s, settings)
         judge = settings.judge
         served = name == "judge" and judge.endpoints
         return WhileAway(pool, Path(judge.endpoints), judge.away_s, waits) if served else pool

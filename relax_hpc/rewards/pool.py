@@ -9,18 +9,22 @@ from typing import Any
 
 from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin
 from relax_hpc.base.reward_settings import RewardSettings
-from relax_hpc.net.workers import pool
+from relax_hpc.net.workers.pool import WorkerPool
 from relax_hpc.net.workers.process import Message
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores
 
 
-class Pool(pool.WorkerPool[Sequence[RewardInput], Scores]):
+class RewardPool(WorkerPool[Sequence[RewardInput], Scores]):
     """Pool of up to ``count`` workers for one reward; each prompt group has ``limit_s`` seconds."""
 
     def __init__(
         self, reward: str, count: int, limit_s: float, settings: RewardSettings | None = None
     ) -> None:
         super().__init__(RewardWork(reward, limit_s, settings or RewardSettings()), count)
+
+    async def score(self, samples: Sequence[RewardInput]) -> Scores:
+        """See `relax_hpc.rewards.placement.Rewards`."""
+        return await self.run(samples)
 
 
 class RewardWork:

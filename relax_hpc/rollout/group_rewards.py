@@ -90,7 +90,7 @@ class Judge:
         """Rows of a prompt group, rewards included, or the failure that it came to."""
         if failure := refused(answers):
             return failure
-        scores = await self.rewards.of(await self._inputs([prompt] * len(answers), answers))
+        scores = await self.rewards.score(await self._inputs([prompt] * len(answers), answers))
         if isinstance(scores, RewardError):
             detail = f"{scores.reason}: {scores.detail} (prompt {prompt.prompt_id})"
             return Failure(scores.reason, detail, origin=scores.origin)
@@ -127,7 +127,7 @@ class Judge:
             if not isinstance(answer, EngineFault)
         ]
         inputs = await self._inputs([prompt for prompt, _ in good], [answer for _, answer in good])
-        found = await asyncio.gather(*(self.eval_rewards.of([one]) for one in inputs))
+        found = await asyncio.gather(*(self.eval_rewards.score([one]) for one in inputs))
         given = iter(found)
         values: list[Score | RewardError] = []
         for answer in answers:

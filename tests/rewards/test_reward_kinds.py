@@ -96,7 +96,7 @@ def test_math_is_computed_in_a_thread_as_in_a_worker() -> None:
         rewards = make_rewards("math", 0, 60.0)
         try:
             in_thread = await asyncio.to_thread(scores, get_reward("math"), [sample("4")])
-            return in_thread, await rewards.of([sample("The answer is $4$."), sample("5")])
+            return in_thread, await rewards.score([sample("The answer is $4$."), sample("5")])
         finally:
             await rewards.close()
 
@@ -298,7 +298,7 @@ def composed(name: str, settings: RewardSettings, *groups: list[RewardInput]) ->
         rewards = make_rewards(name, 1, 60.0, settings)
         try:
             await rewards.start()
-            return [await rewards.of(group) for group in groups]
+            return [await rewards.score(group) for group in groups]
         finally:
             await rewards.close()
 

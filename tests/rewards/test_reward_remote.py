@@ -180,7 +180,7 @@ def test_no_more_requests_are_under_way_than_the_limit() -> None:
                 "remote", 4, 60.0, RewardSettings(remote=RemoteSettings(url=url, in_flight=3))
             )
             try:
-                return await asyncio.gather(*(rewards.of(GROUP) for _ in range(20)))
+                return await asyncio.gather(*(rewards.score(GROUP) for _ in range(20)))
             finally:
                 await rewards.close()
 

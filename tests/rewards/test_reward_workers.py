@@ -21,7 +21,7 @@ from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.net.workers import pool as pool_module
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores
 from relax_hpc.rewards.placement import InThread
-from relax_hpc.rewards.pool import Pool
+from relax_hpc.rewards.pool import RewardPool
 from tests.helpers.signalled import count_calls
 from tests.requirements import PACKAGE
 
@@ -96,13 +96,13 @@ if os.environ.get("NO_IMPORT"):
 
 
 @pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pool]:
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RewardPool]:
     (tmp_path / "own_rewards.py").write_text(REWARDS)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
 
-    def make(name: str = "word", count: int = 1, limit_s: float = LIMIT_S) -> Pool:
-        return Pool(f"own_rewards:{name}", count, limit_s)
+    def make(name: str = "word", count: int = 1, limit_s: float = LIMIT_S) -> RewardPool:
+        return RewardPool(f"own_rewards:{name}", count, limit_s)
 
     return make
 
@@ -118,7 +118,7 @@ def sample(text: str) -> RewardInput:
     )
 
 
-def with_pool(pool: Pool, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+def with_pool(pool: RewardPool, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     async def main() -> Any:
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -129,7 +129,7 @@ def with_pool(pool: Pool, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(main())
 
 
-def one_after_the_other(pool: Pool, *texts: str) -> list[Scores]:
+def one_after_the_other(pool: RewardPool, *texts: str) -> list[Scores]:
     async def work() -> list[Scores]:
         return [await pool.run([sample(text)]) for text in texts]
 
@@ -142,7 +142,7 @@ def pid_of(scores: Scores) -> int:
 
 
 def test_what_ends_a_worker_costs_its_group_and_the_next_one_is_well(
-    pool: Callable[..., Pool],
+    pool: Callable[..., RewardPool],
 ) -> None:
     texts = "1", "exit", "2", "segfault", "killed", "base", "3"
     before, ended, after, hit, killed, raised, last = one_after_the_other(pool(), *texts)
@@ -179,7 +179,7 @@ def test_a_worker_that_dies_or_is_suspended_is_replaced_and_its_request_repeated
     deaths: int,
     calls: int,
     reason: str,
-    pool: Callable[..., Pool],
+    pool: Callable[..., RewardPool],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -194,7 +194,7 @@ def test_a_worker_that_dies_or_is_suspended_is_replaced_and_its_request_repeated
 
 
 def test_a_worker_that_has_ended_is_not_killed_again(
-    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+    pool: Callable[..., RewardPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its number may be another process's by then."""
     own, killed, real = pool(), list[int](), os.killpg
@@ -213,7 +213,7 @@ def test_a_worker_that_has_ended_is_not_killed_again(
 
 
 def test_what_hangs_in_c_is_killed_with_all_that_it_started(
-    pool: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: Callable[..., RewardPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "_GRACE_S", 0.2)
     late, after = one_after_the_other(pool(limit_s=1.5), f"hang {tmp_path / 'pids'}", "2")
@@ -230,7 +230,7 @@ def alive(pid: int) -> bool:
 
 
 def test_a_worker_has_what_libraries_want(
-    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+    pool: Callable[..., RewardPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RELAX_PARENT", "PMI_RANK", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "1")
@@ -241,7 +241,7 @@ def test_a_worker_has_what_libraries_want(
 
 
 def test_no_more_workers_than_were_asked_for_and_none_that_is_not_needed(
-    pool: Callable[..., Pool], tmp_path: Path
+    pool: Callable[..., RewardPool], tmp_path: Path
 ) -> None:
     both = pool(count=2)
 
@@ -255,7 +255,7 @@ def test_no_more_workers_than_were_asked_for_and_none_that_is_not_needed(
     assert len(set(map(pid_of, alone))) == 1 and len(set(map(pid_of, together))) == 2
 
 
-def test_of_async_rewards_many_are_under_way(pool: Callable[..., Pool]) -> None:
+def test_of_async_rewards_many_are_under_way(pool: Callable[..., RewardPool]) -> None:
     many = pool("soon", limit_s=0.5)
 
     async def work() -> list[Scores]:
@@ -274,7 +274,7 @@ def test_of_async_rewards_many_are_under_way(pool: Callable[..., Pool]) -> None:
 
 @pytest.mark.parametrize(("bad", "reason"), [("exit", "reward_died"), ("block", "reward_timeout")])
 def test_of_those_under_way_the_guilty_one_is_found(
-    pool: Callable[..., Pool], bad: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    pool: Callable[..., RewardPool], bad: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "_GRACE_S", 0.2)
     many = pool("soon", limit_s=0.5)
@@ -291,7 +291,7 @@ def test_of_those_under_way_the_guilty_one_is_found(
 
 
 def test_a_reward_that_cannot_be_had_is_said_at_once(
-    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+    pool: Callable[..., RewardPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
         ConfigError, match="module 'own_rewards' has no function 'words'; did you mean 'word'"
@@ -307,14 +307,14 @@ def test_a_reward_that_cannot_be_had_is_said_at_once(
 def test_a_thread_that_takes_too_long_is_left_behind() -> None:
     never = threading.Event()
     slow, quick = InThread(lambda _: never.wait(), 0.05), InThread(lambda _: 3, LIMIT_S)
-    late, three = (asyncio.run(rewards.of([sample("")])) for rewards in (slow, quick))
+    late, three = (asyncio.run(rewards.score([sample("")])) for rewards in (slow, quick))
     never.set()
     assert (
         isinstance(late, RewardError) and late.reason == "reward_timeout" and three == [Score(3.0)]
     )
 
 
-def test_what_json_has_no_word_for_costs_its_group(pool: Callable[..., Pool]) -> None:
+def test_what_json_has_no_word_for_costs_its_group(pool: Callable[..., RewardPool]) -> None:
     strange = RewardInput("4?", "4", "1", "stop", {"what": object()})
 
     async def work() -> list[Scores]:
@@ -333,10 +333,10 @@ def test_what_json_has_no_word_for_costs_its_group(pool: Callable[..., Pool]) ->
 ROLE = """
 import asyncio, sys
 from relax_hpc.rewards import RewardInput
-from relax_hpc.rewards.pool import Pool
+from relax_hpc.rewards.pool import RewardPool
 
 async def main():
-    pool = Pool("own_rewards:word", 1, 1000.0)
+    pool = RewardPool("own_rewards:word", 1, 1000.0)
     print(int((await pool.run([RewardInput("", "", "1", "stop")]))[0].components["pid"]), flush=True)
     await pool.run([RewardInput("", "", "hang " + sys.argv[1], "stop")])
 
@@ -345,7 +345,7 @@ asyncio.run(main())
 
 
 def test_a_worker_ends_with_its_role_also_while_it_hangs(
-    pool: Callable[..., Pool], tmp_path: Path
+    pool: Callable[..., RewardPool], tmp_path: Path
 ) -> None:
     words = [sys.executable, "-c", ROLE, str(tmp_path / "pids")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as role:
@@ -363,13 +363,13 @@ def test_a_worker_ends_with_its_role_also_while_it_hangs(
 
 
 def test_a_failing_reward_says_where_in_its_own_file(
-    pool: Callable[..., Pool], tmp_path: Path
+    pool: Callable[..., RewardPool], tmp_path: Path
 ) -> None:
     (tmp_path / "bad_rewards.py").write_text(
         "def inner(sample):\n    return sample.metadata['solution']\n\n\ndef score(sample):\n    "
         "return inner(sample)\n"
     )
-    bad = Pool("bad_rewards:score", 1, LIMIT_S)
+    bad = RewardPool("bad_rewards:score", 1, LIMIT_S)
     [failure] = one_after_the_other(bad, "1")
     assert failure == RewardError("reward_exception", "KeyError: 'solution'")
     assert failure.origin.location == f"{tmp_path / 'bad_rewards.py'}:2 in inner"
@@ -378,13 +378,13 @@ def test_a_failing_reward_says_where_in_its_own_file(
     assert PACKAGE not in traceback and traceback.endswith("KeyError: 'solution'")
 
 
-def test_a_reward_that_hangs_says_where(pool: Callable[..., Pool], tmp_path: Path) -> None:
+def test_a_reward_that_hangs_says_where(pool: Callable[..., RewardPool], tmp_path: Path) -> None:
     path = tmp_path / "slow_rewards.py"
     path.write_text(
         "import threading\ndef score(sample):\n    if sample.response_text == 'hang':\n"
         "        threading.Event().wait()\n    return 1\n"
     )
-    slow = Pool("slow_rewards:score", 1, 0.3)
+    slow = RewardPool("slow_rewards:score", 1, 0.3)
     late, after = one_after_the_other(slow, "hang", "1")
     assert isinstance(late, RewardError) and late.reason == "reward_timeout"
     assert late.origin.location == f"{path}:4 in score"

@@ -133,7 +133,7 @@ class InThisProcess:
 
     async def start(self) -> None: ...
 
-    async def of(self, samples: list[RewardInput]) -> Scores:
+    async def score(self, samples: list[RewardInput]) -> Scores:
         return await scores_soon(self.judge, samples)
 
     async def close(self) -> None:
@@ -153,17 +153,17 @@ def test_who_is_away_is_waited_for_and_found_where_he_is_then(tmp_path: Path) ->
 
     async def main() -> None:
         rewards = WhileAway(InThisProcess(tmp_path), tmp_path, 60.0, told.append)
-        asking = asyncio.create_task(rewards.of(GROUP))
+        asking = asyncio.create_task(rewards.score(GROUP))
         while not told:
             await asyncio.sleep(0)
         async with judging("first", "1") as server:
             publish_endpoints(tmp_path, 1, 0, [server])
             assert await asking == [Score(1.0), Score(1.0)]
-            assert await rewards.of(GROUP) == [Score(1.0), Score(1.0)] and told == [1, -1]
+            assert await rewards.score(GROUP) == [Score(1.0), Score(1.0)] and told == [1, -1]
             publish_endpoints(
                 tmp_path, 2, 0, [Endpoint(server.url, "of the one who was there before")]
             )
-            again = asyncio.create_task(rewards.of(GROUP))
+            again = asyncio.create_task(rewards.score(GROUP))
             while len(told) < 3:
                 await asyncio.sleep(0)
             async with judging("third", "3") as third:
@@ -182,7 +182,7 @@ def test_a_prompt_group_does_not_wait_for_ever_and_is_no_zero(tmp_path: Path) ->
 
     async def main() -> Scores:
         rewards = WhileAway(InThisProcess(tmp_path), tmp_path, 0.05, lambda change: None)
-        return await rewards.of(GROUP)
+        return await rewards.score(GROUP)
 
     found = asyncio.run(main())
     assert isinstance(found, RewardError) and found.reason == "reward_away"
@@ -205,7 +205,7 @@ def test_who_is_there_and_slow_is_not_away(tmp_path: Path) -> None:
                 InThisProcess(tmp_path, timeout_s=0.2), tmp_path, 60.0, lambda change: None
             )
             try:
-                return await rewards.of(GROUP)
+                return await rewards.score(GROUP)
             finally:
                 await rewards.close()
 
@@ -262,7 +262,7 @@ def test_a_stranger_at_the_port_of_a_server_gets_no_question_and_gives_no_reward
 
     async def main() -> Scores:
         rewards = WhileAway(InThisProcess(tmp_path), tmp_path, 0.5, lambda change: None)
-        return await rewards.of([RewardInput("QUESTION", "ANSWER", "RESPONSE", "stop")])
+        return await rewards.score([RewardInput("QUESTION", "ANSWER", "RESPONSE", "stop")])
 
     try:
         found = asyncio.run(main())
@@ -288,9 +288,9 @@ def test_requests_share_one_attempt_to_reach_a_dead_server(
     async def main() -> Scores:
         rewards = InThisProcess(tmp_path)
         try:
-            first, second = await asyncio.gather(rewards.of(GROUP * 4), rewards.of(GROUP * 4))
+            first, second = await asyncio.gather(rewards.score(GROUP * 4), rewards.score(GROUP * 4))
             assert first == second and len(attempts) == 1
-            return await rewards.of(GROUP)
+            return await rewards.score(GROUP)
         finally:
             await rewards.close()
 
@@ -313,7 +313,7 @@ def test_a_question_or_an_answer_that_is_too_large_costs_its_prompt_group(tmp_pa
             publish_endpoints(tmp_path, 1, 0, [endpoint])
             rewards = InThisProcess(tmp_path)
             texts = ("much", "x" * (9 << 20), "x")
-            found = [await rewards.of([RewardInput("q", "4", text, "stop")]) for text in texts]
+            found = [await rewards.score([RewardInput("q", "4", text, "stop")]) for text in texts]
             await rewards.close()
             return found
 
