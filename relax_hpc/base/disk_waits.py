@@ -167,9 +167,11 @@ class WriteRetry:
     """One write that a loop tries again between other work: `due` says when.
 
     >>> patience = WriteRetry(Path("/r/journal"))
-    >>> patience.failed(OSError(errno.ENOSPC, "full")); bool(patience), patience.due()
+    >>> patience.note_failure(OSError(errno.ENOSPC, "full"))
+    >>> bool(patience), patience.is_due()
     (True, False)
-    >>> patience.done(); bool(patience), patience.due()
+    >>> patience.note_success()
+    >>> bool(patience), patience.is_due()
     (False, True)
     """
 

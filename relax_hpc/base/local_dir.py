@@ -89,7 +89,7 @@ class Scratch:
     one is made.
 
     >>> with Scratch() as scratch:
-    ...     (scratch.path / "key").write_text("...")
+    ...     characters = (scratch.path / "key").write_text("...")
     """
 
     def __init__(self) -> None:

@@ -46,7 +46,9 @@ class _Parcel:
 class Outbox:
     """Outbox of one process, for one event loop: puts rows of several prompt groups together.
 
-    >>> refused = await outbox.put(rows)                                         # doctest: +SKIP
+    ::
+
+        refused = await outbox.put(rows)
     """
 
     def __init__(self, put: Put, report: Callable[[int, dict[str, float]], None]) -> None:

@@ -56,9 +56,11 @@ class SampleLog:
     """The file of one rank. Writing to it never fails and never waits for its disk; what finds no
     room is counted.
 
-    >>> log = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", config.samples,
-    ...     steps=100)
-    >>> log.keep([{"id": "000000012.00.00", "step": 3, "response": "12", "reward": 1.0}], step=3)
+    ::
+
+        path = run.samples / "rollout-inc-000001-rank-0.jsonl.gz"
+        log = SampleLog(path, config.samples, steps=100)
+        log.keep([{"id": "000000012.00.00", "step": 3, "response": "12", "reward": 1.0}], step=3)
     """
 
     def __init__(self, path: Path, limits: SamplesConfig, steps: int) -> None:

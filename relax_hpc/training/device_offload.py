@@ -18,9 +18,11 @@ class DeviceOffload:
     the link, and come back bit for bit; gradients, which are zero between steps, give their memory
     back and come back as zeros.
 
-    >>> away = DeviceOffload(trainer)
-    >>> away.offload()
-    >>> away.restore()
+    ::
+
+        away = DeviceOffload(trainer)
+        away.offload()
+        away.restore()
 
     Every tensor stays the object that it is; its memory alone goes. Nobody may use one before
     `restore`.

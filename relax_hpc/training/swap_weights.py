@@ -16,10 +16,12 @@ class SwappedWeights:
     """Copies of this rank's part of a model's weights by name, in host memory, pinned if the model
     is on a GPU.
 
-    >>> weights = SwappedWeights(model.module)
-    >>> weights.keep("old")
-    >>> with weights.in_place("old"):
-    ...     model.forward_logprobs(batches, temperature)
+    ::
+
+        weights = SwappedWeights(model.module)
+        weights.keep("old")
+        with weights.in_place("old"):
+            model.forward_logprobs(batches, temperature)
 
     Swapping is in place, so an optimizer and a publisher keep the parameters they know; gradients
     are not touched. Nobody else may read the weights meanwhile.

@@ -94,11 +94,13 @@ class Spans:
     A process may have several lanes, such as one an engine, each with an account of its own. Where
     spans of a lane overlap, totals have each second once (`accounting.PRIORITY`).
 
-    >>> spans = Spans(log_dir / "spans-rollout-0.jsonl", "rollout")
-    >>> with spans("generate", step=3):
-    ...     responses = engine.generate(prompts)
-    >>> with spans("wait", cause=("actor", "a newer version")):
-    ...     news = next_version.result()
+    ::
+
+        spans = Spans(log_dir / "spans-rollout-0.jsonl", "rollout")
+        with spans("generate", step=3):
+            responses = engine.generate(prompts)
+        with spans("wait", cause=("actor", "a newer version")):
+            news = next_version.result()
     """
 
     def __init__(self, path: Path, role: str, began: float | None = None) -> None:

@@ -39,8 +39,10 @@ class MetricsWriter:
     Nothing that was written is ever changed: after a resume, ``rolled_back`` says which steps no
     longer count and `relax_hpc.base.metrics.read` leaves them out.
 
-    >>> with MetricsWriter(run_dir, incarnation=1) as metrics:
-    ...     metrics.write(0, {"reward/mean": 0.25})
+    ::
+
+        with MetricsWriter(run_dir, incarnation=1) as metrics:
+            metrics.write(0, {"reward/mean": 0.25})
     """
 
     def __init__(self, run_dir: Path, incarnation: int) -> None:

@@ -38,8 +38,8 @@ class Exchange:
     >>> async def talk():
     ...     async def double(message):
     ...         return {"twice": 2 * message["number"]}
-    ...     one = Exchange(lambda payload: two.take(payload), double)
-    ...     two = Exchange(lambda payload: one.take(payload), double)
+    ...     one = Exchange(lambda payload: two.receive(payload), double)
+    ...     two = Exchange(lambda payload: one.receive(payload), double)
     ...     return await one.call(number=3)
     >>> asyncio.run(talk())["twice"]
     6

@@ -38,12 +38,14 @@ _SETTLE_S = 5.0
 class QueueClient:
     """Client of the queue for one member of a group. Close it, or use it as a context manager.
 
-    >>> with QueueClient(run, config, "reference", incarnation=1) as client:  # doctest: +SKIP
-    ...     claim = client.claim("reference", budget=8192)
-    ...     rows = client.rows(claim)
-    ...     scored = [{**row, "ref_logprobs": score(row)} for row in rows]
-    ...     client.put(scored, ("ref_logprobs",), claim)
-    ...     client.status.get().result().trained_steps
+    ::
+
+        with QueueClient(run, config, "reference", incarnation=1) as client:
+            claim = client.claim("reference", budget=8192)
+            rows = client.rows(claim)
+            scored = [{**row, "ref_logprobs": score(row)} for row in rows]
+            client.put(scored, ("ref_logprobs",), claim)
+            client.status.get().result().trained_steps
     """
 
     def __init__(

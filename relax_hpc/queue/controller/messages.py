@@ -149,7 +149,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 class Schema:
     """The arguments of an operation, as its handler's annotations say.
 
-    >>> def handler(service, request, step: "int", name: "str" = ""): ...
+    >>> def handler(service, request, step: int, name: str = ""): ...
     >>> Schema(handler).complaint({"step": "x"})
     "step: found 'x', expected int"
     """

@@ -79,8 +79,10 @@ class Saver:
     nothing behind; training goes on, and resumes from an older one if it must. While the disk is
     full it is tried again, until the next is due.
 
-    >>> saver.save(directory, {"step": 100}, then=journal)
-    >>> saver.settle()
+    ::
+
+        saver.save(directory, {"step": 100}, then=journal)
+        saver.settle()
     """
 
     def __init__(

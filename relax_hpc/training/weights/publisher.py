@@ -44,8 +44,10 @@ class _Job:
 class Publisher:
     """One rank's. ``client``: the leader's, None elsewhere. Every rank makes and calls it alike.
 
-    >>> publisher.publish(Version(incarnation, step + 1))
-    >>> publisher.settle(timeout_s)
+    ::
+
+        publisher.publish(Version(incarnation, step + 1))
+        publisher.settle(timeout_s)
     """
 
     def __init__(

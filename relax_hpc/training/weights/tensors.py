@@ -156,9 +156,11 @@ _NOTHING: Mapping[str, InnerTensor] = MappingProxyType({})
 class SafetensorsFile:
     """A safetensors file that is filled part by part, in any order and by several threads.
 
-    >>> file = SafetensorsFile(path, {"w": TensorInfo("F32", (2, 3))})
-    >>> file.put(TensorPart("w", 0, 0, 2, 0), memoryview(bytes(24)))
-    >>> file.close()
+    ::
+
+        file = SafetensorsFile(path, {"w": TensorInfo("F32", (2, 3))})
+        file.put(TensorPart("w", 0, 0, 2, 0), memoryview(bytes(24)))
+        file.close()
     """
 
     def __init__(

@@ -22,9 +22,10 @@ _MAX_READ_BYTES = 1 << 20
 class Phases:
     """Follows a log from its present end.
 
-    >>> phases = Phases(Path("engine-0.log"))
-    >>> phases.now()
-    'SGLang is loading weights'
+    ::
+
+        phases = Phases(Path("engine-0.log"))
+        phases.now()  # for example 'SGLang is loading weights'
     """
 
     def __init__(self, log: Path) -> None:
