@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from relax_hpc.base.errors import EXIT_DONE, ConfigError
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.slurm.job_lookup import living_run
+from relax_hpc.cluster.slurm.job_lookup import load_unfinished_run
 from relax_hpc.commands.resubmit import Wish, change, tell
 from relax_hpc.config import load_resolved
 from relax_hpc.config.groups import base_name, group_of
@@ -19,7 +19,7 @@ def main(root: str, group: str, numbers: str) -> int:
     """Have all engines of ``group`` serve but those of ``numbers``, such as `3,5`; empty: all of
     them."""
     run = RunDir(root)
-    config = living_run(run)
+    config = load_unfinished_run(run)
     if "rollout" not in group_of(config, group).roles:
         raise ConfigError(
             f"--group: found {group!r}, whose roles have no engines, allowed: a group with rollout"

@@ -32,17 +32,17 @@ from relax_hpc.base.errors import (
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.allocation import Allocation, node_name
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
-from relax_hpc.cluster.slurm.job_endings import heed_user
+from relax_hpc.cluster.slurm.job_endings import stop_if_user_cancelled
 from relax_hpc.cluster.slurm.jobs import GroupJob, HetJob
 from relax_hpc.cluster.slurm.layout import HUB
 from relax_hpc.cluster.slurm.submissions import Ledger
-from relax_hpc.cluster.slurm.successors import take_hub
+from relax_hpc.cluster.slurm.successors import claim_hub
 from relax_hpc.cluster.supervise.attempts import latest_attempt, new_attempt, start_order
 from relax_hpc.cluster.supervise.console import Terminal
-from relax_hpc.cluster.supervise.disk_watch import NoRoom
-from relax_hpc.cluster.supervise.lease import Lease, leave_outcome, outcome_of
+from relax_hpc.cluster.supervise.disk_watch import NoDiskSpace
+from relax_hpc.cluster.supervise.lease import Lease, read_outcome, write_outcome
 from relax_hpc.cluster.supervise.processes import LocalLauncher
-from relax_hpc.cluster.supervise.requests import ask_to_stop, asked_to_stop
+from relax_hpc.cluster.supervise.requests import read_stop_request, request_stop
 from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.commands.local import prepare
 from relax_hpc.commands.on_end import FAILED, report_end
@@ -71,7 +71,7 @@ class Head:
     def __init__(self, run: RunDir, config: Config, group: str) -> None:
         self.run, self.config, self.group = run, config, group
         self.slurm = Slurm()
-        self.allocation = Allocation.here(config, group)
+        self.allocation = Allocation.from_environment(config, group)
         self.names = [group] if group else start_order(config)
         self.name = f"{SUPERVISOR}-{group}" if group else SUPERVISOR
         self.node = node_name()
@@ -91,8 +91,8 @@ class Head:
                 self._gone,
             )
             deadline = time.monotonic() + self.config.liveness.start_timeout_s
-            while not lease.free():
-                if (code := outcome_of(self.run, self.name, self.allocation.name)) is not None:
+            while not lease.is_free():
+                if (code := read_outcome(self.run, self.name, self.allocation.name)) is not None:
                     return code
                 if self._foreign and time.monotonic() > deadline:
                     raise ConfigError(
@@ -100,12 +100,12 @@ class Head:
                         f"end this job, or that one: relax-hpc stop {self.run.root}"
                     )
                 time.sleep(_LOOK_S)
-            if (code := outcome_of(self.run, self.name, self.allocation.name)) is not None:
+            if (code := read_outcome(self.run, self.name, self.allocation.name)) is not None:
                 return code
             try:
                 return self.lead(lease)
-            except (FencedError, NoRoom) as error:
-                lease.lose()
+            except (FencedError, NoDiskSpace) as error:
+                lease.stop_beating()
                 print(f"head: {error}; waiting as a candidate", flush=True)
                 await_disk_space(self.run.root)
 
@@ -131,20 +131,20 @@ class Head:
         kind = HetJob if self.config.layout == "het" and not self.group else GroupJob
         job = kind(self.run, self.config, self.slurm, self.allocation, self.node)
         # Whose user has cancelled it may have been killed before it could say so.
-        if (former := ledger.predecessor(self.allocation.job)) and heed_user(
+        if (former := ledger.predecessor(self.allocation.job)) and stop_if_user_cancelled(
             self.run, self.slurm, former
         ):
             print(f"head: job {former} was cancelled, so the run stops", flush=True)
             self._report_end()
             job.end(EXIT_DONE)
             return EXIT_DONE
-        may_lead = self.group != HUB or take_hub(ledger, self.allocation.job, job.attempt)
+        may_lead = self.group != HUB or claim_hub(ledger, self.allocation.job, job.attempt)
         if not may_lead or ledger.superseded(self.allocation.job, self.group):
             return EXIT_DONE
         failure = None
         try:
             code = self._supervise(lease, job)
-        except (FencedError, NoRoom):
+        except (FencedError, NoDiskSpace):
             raise
         except RelaxError as error:
             code = error.exit_code
@@ -152,8 +152,8 @@ class Head:
             print(f"relax-hpc: error: {error}", file=sys.stderr, flush=True)
         # What is not written here, such as a bug of ours, ends this process, and another candidate
         # goes on.
-        leave_outcome(self.run, self.name, self.allocation.name, code)
-        lease.give_up()
+        write_outcome(self.run, self.name, self.allocation.name, code)
+        lease.release()
         self._report_end(failure)
         job.end(code)
         return code
@@ -164,7 +164,7 @@ class Head:
 
     def over(self) -> bool:
         """Whether the run needs nobody any more."""
-        return self.run.finished.exists() or bool(asked_to_stop(self.run))
+        return self.run.finished.exists() or bool(read_stop_request(self.run))
 
     def _supervise(self, lease: Lease, job: GroupJob | HetJob) -> int:
         with contextlib.ExitStack() as stack:
@@ -172,7 +172,7 @@ class Head:
                 contextlib.closing(Terminal(self.run, self.config, "hub" in self.names))
             )
             steps = job.launcher()
-            local = LocalLauncher(self.run, self.allocation.job, steps.ending)
+            local = LocalLauncher(self.run, self.allocation.job, steps.is_ending)
             supervisor = Supervisor(
                 self.run,
                 self.config,
@@ -183,7 +183,7 @@ class Head:
                 terminal,
                 lease.former,
             )
-            lease.hold(supervisor.incarnation)
+            lease.acquire(supervisor.incarnation)
             # After the supervisor has ended its groups: one that still lives would stage a version
             # anew.
             stack.callback(self._clear_staging, supervisor)
@@ -192,28 +192,28 @@ class Head:
                 if not self._prepared(terminal):
                     return EXIT_RETRY
             elif not self._has_hub(lease, supervisor, job):
-                return asked_to_stop(self.run).get("code", EXIT_RETRY)
+                return read_stop_request(self.run).get("code", EXIT_RETRY)
             job.begin(supervisor)
 
-            def each_tick() -> None:
-                lease.tick()
+            def on_round() -> None:
+                lease.renew()
                 job.tick(supervisor)
 
-            def each_wait() -> None:
-                lease.tick()
-                job.waiting()
+            def before_wait() -> None:
+                lease.renew()
+                job.before_wait()
 
-            supervisor.each_tick, supervisor.each_wait = each_tick, each_wait
-            supervisor.on_interrupt = job.interrupted
+            supervisor.on_round, supervisor.before_wait = on_round, before_wait
+            supervisor.on_interrupt = job.on_interrupt
             if "hub" in self.names:
-                supervisor.on_silence = job.silence.suspect
+                supervisor.on_silence = job.silent_groups.suspect
             if isinstance(job, HetJob):
-                supervisor.take_along = job.moved_groups.take_along
+                supervisor.retire_detached = job.detached_groups.retire_group
             outcome = supervisor.supervise()
             if outcome is Outcome.FINISHED and "hub" in self.names:
                 terminal.summary()
         if outcome is Outcome.STOPPED:
-            return asked_to_stop(self.run)["code"]
+            return read_stop_request(self.run)["code"]
         return EXIT_RETRY if outcome is Outcome.INTERRUPTED else EXIT_DONE
 
     def _clear_staging(self, supervisor: Supervisor) -> None:
@@ -234,7 +234,7 @@ class Head:
             limit = self.config.liveness.max_restarts
             if self.allocation.restarts < limit or latest_incarnation(self.run, "hub"):
                 raise
-            ask_to_stop(self.run, NoProgressError.exit_code, str(error))
+            request_stop(self.run, NoProgressError.exit_code, str(error))
             raise NoProgressError(f"{error}; allowed liveness.max_restarts={limit}") from error
 
     def _has_hub(self, lease: Lease, supervisor: Supervisor, job: GroupJob | HetJob) -> bool:
@@ -247,7 +247,7 @@ class Head:
         if latest_card(self.run, "hub") is None:
             supervisor.terminal.say("waits for the hub, which has not begun yet")
         while latest_card(self.run, "hub") is None:
-            if supervisor.interrupted or asked_to_stop(self.run):
+            if supervisor.interrupted or read_stop_request(self.run):
                 return False
             supervisor.check_fenced()
             if time.monotonic() - began > limit:
@@ -255,8 +255,8 @@ class Head:
                     f"hub: has not begun within liveness.longest_wait_s={limit:g}; see its job in "
                     "squeue, and its logs"
                 )
-            lease.tick()
-            job.watch(supervisor)
+            lease.renew()
+            job.check_ending(supervisor)
             time.sleep(_LOOK_S)
         return True
 

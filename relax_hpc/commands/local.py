@@ -16,7 +16,7 @@ from relax_hpc.cluster.supervise import processes
 from relax_hpc.cluster.supervise.attempts import new_attempt, start_order
 from relax_hpc.cluster.supervise.console import Terminal
 from relax_hpc.cluster.supervise.processes import LocalLauncher
-from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.commands.guard import start_guard
 from relax_hpc.commands.on_end import reporting_end
@@ -54,7 +54,7 @@ def run(config: Config, resume: bool) -> int:
             terminal.summary()
             return EXIT_DONE
         terminal.say(f"go on with: relax-hpc run --run_dir {directory.root} --resume")
-        return asked_to_stop(directory).get("code") or EXIT_INTERRUPTED
+        return read_stop_request(directory).get("code") or EXIT_INTERRUPTED
 
 
 def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
@@ -73,11 +73,13 @@ def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
 
     def interrupt(number: int, _: object) -> None:
         interrupted.append(number)
-        processes.kill(processes.family(child.pid))
+        processes.kill_processes(processes.process_tree(child.pid))
 
     start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as file:
-        child = subprocess.Popen(words, stdout=file, stderr=file, env=processes.environment(config))
+        child = subprocess.Popen(
+            words, stdout=file, stderr=file, env=processes.role_environment(config)
+        )
     former = {number: signal.signal(number, interrupt) for number in stop_signals()}
     try:
         code = child.wait()

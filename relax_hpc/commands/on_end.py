@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.config import Config
 
 _LONGEST_S = 30.0
@@ -63,6 +63,6 @@ def _end_of(run: RunDir) -> tuple[str, str] | None:
     """State and reason as the run directory has them."""
     if run.finished.exists():
         return "finished", "all steps are trained"
-    if request := asked_to_stop(run):
+    if request := read_stop_request(run):
         return FAILED if request.get("code") else "stopped", str(request.get("reason", ""))
     return None

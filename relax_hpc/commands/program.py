@@ -334,11 +334,11 @@ def _submit(given: dict[str, Any]) -> int:
         )
     config = _sound(layers, resume, wrong)
     from relax_hpc.cluster.slurm.commands import Slurm
-    from relax_hpc.cluster.slurm.job_lookup import check_gone
+    from relax_hpc.cluster.slurm.job_lookup import check_no_live_jobs
     from relax_hpc.commands.submit import submit
 
     if resume and not dry_run:
-        check_gone(RunDir(Path(config.run_dir)), config, Slurm())
+        check_no_live_jobs(RunDir(Path(config.run_dir)), config, Slurm())
     return submit(config, resume, dry_run, form)
 
 

@@ -17,11 +17,17 @@ from typing import Any
 from relax_hpc.base.errors import EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.base.protocol import describe_protocol_mismatch
 from relax_hpc.base.rundir import RunDir, write_atomic
-from relax_hpc.cluster.slurm.commands import Job, Slurm
-from relax_hpc.cluster.slurm.job_lookup import ENDED, job_of, known_jobs, living_run, own_job
-from relax_hpc.cluster.slurm.layout import component, components
+from relax_hpc.cluster.slurm.commands import Slurm, SlurmJob
+from relax_hpc.cluster.slurm.job_lookup import (
+    ENDED,
+    current_job,
+    known_jobs,
+    load_unfinished_run,
+    separate_job,
+)
+from relax_hpc.cluster.slurm.layout import components, group_component
 from relax_hpc.cluster.slurm.render import render_group
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.supervise import requests
 from relax_hpc.cluster.supervise.attempts import latest_attempt
 from relax_hpc.commands.snapshot import keep_code
@@ -59,7 +65,7 @@ class Wish:
 def main(root: str, wish: Wish) -> int:
     """Do it; progress goes to standard error, the new job, if there is one, to standard output."""
     run = RunDir(root)
-    config = living_run(run)
+    config = load_unfinished_run(run)
     group_of(config, wish.group)
     in_place = _in_place(run, config, wish)
     change(run, config, wish)
@@ -85,7 +91,7 @@ def change(run: RunDir, config: Config, wish: Wish) -> None:
         if found.layout == "local":
             components(found)
         else:
-            component(found, wish.group)
+            group_component(found, wish.group)
 
     now = load_resolved(run.root, wish.group)
     path = add_change(run, now, wish.group, wish.files, {**wish.overrides, **size}, judge)
@@ -109,32 +115,32 @@ def replace_job(run: RunDir, config: Config, slurm: Slurm, group: str) -> str:
     The job is submitted held before anything is stopped: if Slurm does not take it, the group goes
     on as it is.
     """
-    found = known_jobs(run, config, slurm).get(job_of(run, group))
+    found = known_jobs(run, config, slurm).get(current_job(run, group))
     lives = found is not None and found.state not in (*ENDED, "PENDING")
-    after = found.id if lives and own_job(run, group) == found.id else ""
+    after = found.id if lives and separate_job(run, group) == found.id else ""
     job = slurm.submit(
         _script(run, group), "--hold", *([f"--dependency=afterany:{after}"] if after else [])
     )
     ledger, attempt = Ledger(run), latest_attempt(run)
     # Known from now on: should this command be killed, the job is used, or withdrawn, like any
     # other spare one.
-    ledger.add(Entry(job, "spare", group, attempt=attempt))
+    ledger.add(Submission(job, "spare", group, attempt=attempt))
     try:
         release(run, config, slurm, group, found)
     except BaseException:
         slurm.cancel(job)
         raise
-    ledger.add(Entry(job, "group", group, attempt=attempt))
+    ledger.add(Submission(job, "group", group, attempt=attempt))
     slurm.release(job)
     if after:
         # One that stays although its group has left is ended, which of the hub's would be taken for
         # the user's wish.
-        ledger.give_way(after)
+        ledger.mark_retired(after)
         see_off(slurm, after)
     return job
 
 
-def release(run: RunDir, config: Config, slurm: Slurm, group: str, job: Job | None) -> None:
+def release(run: RunDir, config: Config, slurm: Slurm, group: str, job: SlurmJob | None) -> None:
     """Have a group stop where it lives, in ``job``; DeadlineError if that runs and no supervisor
     answers."""
     if job is None or job.state in ENDED:
@@ -144,7 +150,7 @@ def release(run: RunDir, config: Config, slurm: Slurm, group: str, job: Job | No
         tell(f"{group}: stopped in job {job.id}")
 
 
-def withdrawn(slurm: Slurm, group: str, job: Job) -> bool:
+def withdrawn(slurm: Slurm, group: str, job: SlurmJob) -> bool:
     """Cancel a job that has not started; whether it had not."""
     if job.state != "PENDING":
         return False
@@ -158,7 +164,7 @@ def requested(run: RunDir, config: Config, op: str, *groups: str) -> None:
     seconds = config.liveness.stop_timeout_s + ANSWER_S
     for group in groups:
         tell(f"{group}: asking its supervisor to {op} it (up to {seconds:.0f} s)")
-    for asked in [requests.ask(run, op, group) for group in groups]:
+    for asked in [requests.send_request(run, op, group) for group in groups]:
         answer = requests.wait_for_answer(run, asked, seconds)
         if error := answer.get("error"):
             raise RelaxError(f"{op} {asked.group}: the supervisor says: {error}")
@@ -207,7 +213,7 @@ def _in_place(run: RunDir, config: Config, wish: Wish) -> bool:
             "--in-place: found with --nodes or --new-job, which need a new job; leave out one of "
             "them"
         )
-    whole = config.layout == "het" and not own_job(run, wish.group)
+    whole = config.layout == "het" and not separate_job(run, wish.group)
     if (
         config.layout == "local"
         or wish.in_place

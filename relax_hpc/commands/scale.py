@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from relax_hpc.base.errors import EXIT_DONE, ConfigError
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.slurm.commands import Job, Slurm
-from relax_hpc.cluster.slurm.job_lookup import ENDED, known_jobs, living_run, own_job
+from relax_hpc.cluster.slurm.commands import Slurm, SlurmJob
+from relax_hpc.cluster.slurm.job_lookup import ENDED, known_jobs, load_unfinished_run, separate_job
 from relax_hpc.cluster.slurm.jobs import submit_group
 from relax_hpc.cluster.slurm.submissions import Ledger
 from relax_hpc.cluster.supervise.launch_records import all_ended, members_of
@@ -34,7 +34,7 @@ def main(
     hole.
     """
     run = RunDir(root)
-    config = living_run(run)
+    config = load_unfinished_run(run)
     _check(config, group, replicas)
     if config.layout == "local":
         if options:
@@ -68,15 +68,15 @@ def _scale_jobs(
         job.id: job for job in known_jobs(run, config, slurm).values() if job.state not in ENDED
     }
     names = {entry.group for entry in Ledger(run).entries()} | set(members_of(run, config))
-    living = {name for name in _members(names, group) if own_job(run, name) in jobs}
+    living = {name for name in _members(names, group) if separate_job(run, name) in jobs}
     surplus = beyond(living, replicas)
     for name in missing(living, group, replicas):
         announce(name, submit_group(run, slurm, Ledger(run), name, options), parsable)
-    _drain(run, config, slurm, {name: jobs[own_job(run, name)] for name in surplus})
+    _drain(run, config, slurm, {name: jobs[separate_job(run, name)] for name in surplus})
     tell(f"{group}: {replicas} jobs ({len(living) + 1} before)")
 
 
-def _drain(run: RunDir, config: Config, slurm: Slurm, jobs: dict[str, Job]) -> None:
+def _drain(run: RunDir, config: Config, slurm: Slurm, jobs: dict[str, SlurmJob]) -> None:
     """End members together; what they have in flight is given back to the queue, which hands it to
     others."""
     running = [name for name, job in jobs.items() if not withdrawn(slurm, name, job)]

@@ -15,10 +15,10 @@ from relax_hpc.base.errors import EXIT_DONE, ConfigError, DeadlineError
 from relax_hpc.base.path_errors import check_may_change
 from relax_hpc.base.rundir import RunDir, check_owner
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
-from relax_hpc.cluster.slurm.job_lookup import ENDED, known_jobs, resume_words
+from relax_hpc.cluster.slurm.job_lookup import ENDED, known_jobs, resume_command
 from relax_hpc.cluster.slurm.submissions import Ledger
-from relax_hpc.cluster.supervise.processes import kill
-from relax_hpc.cluster.supervise.requests import ask_to_stop
+from relax_hpc.cluster.supervise.processes import kill_processes
+from relax_hpc.cluster.supervise.requests import request_stop
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.roles import RANKED
 from relax_hpc.ops.observe.status import last_checkpoint, status
@@ -64,7 +64,7 @@ def _stop_jobs(run: RunDir, config: Config, slurm: Slurm, now: bool) -> None:
     except SlurmError:
         # The hub needs no Slurm to save and to end the run, and a successor that starts finds the
         # request.
-        ask_to_stop(run)
+        request_stop(run)
         tell(
             f"{run.root}: asked to stop, and saves; call stop again once Slurm answers, to "
             "withdraw what is queued"
@@ -73,7 +73,7 @@ def _stop_jobs(run: RunDir, config: Config, slurm: Slurm, now: bool) -> None:
     for job in sorted(queued, key=lambda job: kinds.get(job) not in ("successor", "spare")):
         slurm.cancel(job)
         tell(f"withdrew job {job} ({kinds.get(job, 'component')})")
-    ask_to_stop(run)
+    request_stop(run)
     if not now:
         _wait(run, config, lambda: not _left(run, config, slurm))
     for job in _left(run, config, slurm):
@@ -108,13 +108,13 @@ def _stop_processes(run: RunDir, config: Config, now: bool) -> None:
         return
     # Not by the marks of its roles: one that had to be killed leaves none.
     lives = (lambda: _alive(supervisor)) if supervisor else (lambda: _answers(run))
-    ask_to_stop(run, now=now)
+    request_stop(run, now=now)
     if not now:
         _wait(run, config, lambda: not lives())
     elif supervisor:
         _hurry(supervisor)
     if supervisor and _alive(supervisor):
-        kill([supervisor])
+        kill_processes([supervisor])
         tell(f"killed supervisor {supervisor.pid}")
     elif lives():
         raise DeadlineError(
@@ -182,7 +182,7 @@ def _say_what_is_saved(run: RunDir, config: Config) -> None:
     )
     print(f"stopped: {what}")
     if not run.finished.exists():
-        print(f"go on with: {resume_words(run)}")
+        print(f"go on with: {resume_command(run)}")
     sys.stdout.flush()
 
 

@@ -13,7 +13,7 @@ from relax_hpc.base.rundir import RunDir, write_atomic
 from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.cluster.slurm.layout import components, gpu_hours, node_hours
 from relax_hpc.cluster.slurm.render import render, render_group
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.slurm.successors import Successors
 from relax_hpc.cluster.supervise.attempts import latest_attempt, new_attempt
 from relax_hpc.commands.run_setup import establish
@@ -36,7 +36,7 @@ def submit(config: Config, resume: bool, dry_run: bool, form: str = "") -> int:
     take_snapshot(run)
     for name, text in render(config).items():
         write_atomic(run.submit / name, text.encode())
-    entries: list[Entry] = []
+    entries: list[Submission] = []
     if not dry_run:
         new_attempt(run)
         entries = _submit_all(run, config, Slurm())
@@ -56,7 +56,7 @@ def _refuse_mistakes(config: Config) -> None:
         raise ConfigError(errors[0])
 
 
-def _submit_all(run: RunDir, config: Config, slurm: Slurm) -> list[Entry]:
+def _submit_all(run: RunDir, config: Config, slurm: Slurm) -> list[Submission]:
     """Everything or nothing: if one submission fails, those before it are withdrawn."""
     ledger, entries = Ledger(run), []
     try:
@@ -71,24 +71,24 @@ def _submit_all(run: RunDir, config: Config, slurm: Slurm) -> list[Entry]:
     return entries
 
 
-def _jobs(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
+def _jobs(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Submission]:
     """Jobs to submit: the hub, then the others, which would only wait for it."""
     attempt = latest_attempt(run)
     hub = slurm.submit(run.submit / "hub.sbatch")
-    yield Entry(hub, "group", "hub", attempt=attempt)
+    yield Submission(hub, "group", "hub", attempt=attempt)
     for name in config.groups:
         if name != "hub":
             job = slurm.submit(run.submit / f"{name}.sbatch", f"--dependency=after:{hub}")
-            yield Entry(job, "group", name, attempt=attempt)
+            yield Submission(job, "group", name, attempt=attempt)
     yield from _successors(run, config, slurm, hub)
 
 
-def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
+def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Submission]:
     """The job of all groups; where nodes may not call sbatch, with its successors and the groups'
     spares."""
     attempt, script = latest_attempt(run), run.submit / "run.sbatch"
     job = slurm.submit(script)
-    yield Entry(job, "run", attempt=attempt)
+    yield Submission(job, "run", attempt=attempt)
     if config.layout != "het" or config.site.sbatch_on_nodes:
         return
     yield from _successors(run, config, slurm, job)
@@ -96,10 +96,10 @@ def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
         for _ in range(group.spares):
             spare = run.submit / f"{name}.sbatch"
             write_atomic(spare, render_group(config, name).encode())
-            yield Entry(slurm.submit(spare, "--hold"), "spare", name, attempt=attempt)
+            yield Submission(slurm.submit(spare, "--hold"), "spare", name, attempt=attempt)
 
 
-def _successors(run: RunDir, config: Config, slurm: Slurm, job: str) -> Iterator[Entry]:
+def _successors(run: RunDir, config: Config, slurm: Slurm, job: str) -> Iterator[Submission]:
     """Submit all jobs that may follow ``job``, each after the one before, where nodes may not call
     sbatch."""
     if config.site.sbatch_on_nodes:
@@ -135,7 +135,7 @@ def cost_line(config: Config) -> str:
     )
 
 
-def _tell(run: RunDir, config: Config, entries: list[Entry], form: str) -> None:
+def _tell(run: RunDir, config: Config, entries: list[Submission], form: str) -> None:
     hours = {"gpu_hours": round(gpu_hours(config), 1), "node_hours": round(node_hours(config), 1)}
     if form == "json":
         counts = {"successors": successors(config)}

@@ -196,18 +196,18 @@ def test_a_warning_about_a_file_that_nobody_waits_for_is_withdrawn(
             "loose": True,
         }
         now = time.monotonic() + 60.0
-        watch.look([wait], now)
+        watch.update([wait], now)
         assert lines == [], "there is room: the wait is an old one"
         other.fill()
         for told in ([wait], [wait], []):
-            watch.look(told, now)
+            watch.update(told, now)
         assert len(lines) == 1 and lines[0].startswith(f"{wait['path']}: No space left on device")
         other.free()
-        watch.look([], now)
-        watch.look([], now)
+        watch.update([], now)
+        watch.update([], now)
         assert lines[1:] == [f"{other.folder} is written again"]
         other.fill()
-        watch.look([wait], now)
+        watch.update([wait], now)
         assert len(lines) == 3, "it is full again"
 
 
@@ -291,19 +291,19 @@ def test_a_disk_is_said_once_and_when_it_is_well_again(tmp_path: Path) -> None:
         "loose": False,
     }
     answered = time.monotonic()
-    watch.look(
+    watch.update(
         [one, one | {"path": "/r/queue/2.h5"}, one | {"path": "/r/logs/x", "loose": True}], answered
     )
-    watch.look([one | {"path": "/r/queue/3.h5"}], answered)
+    watch.update([one | {"path": "/r/queue/3.h5"}], answered)
     assert [line.partition(":")[0] for line in lines] == ["/r/queue/1.h5", "/r/logs/x"]
-    wait_for(watch.too_long)
-    assert "/r/queue/3.h5: No space left on device" in watch.too_long()
-    watch.look([one | {"loose": True}], answered)
-    assert lines[-1].startswith("the disk is written again") and not watch.too_long()
-    watch.look([], answered)
-    watch.look([one], answered)
+    wait_for(watch.timeout_reason)
+    assert "/r/queue/3.h5: No space left on device" in watch.timeout_reason()
+    watch.update([one | {"loose": True}], answered)
+    assert lines[-1].startswith("the disk is written again") and not watch.timeout_reason()
+    watch.update([], answered)
+    watch.update([one], answered)
     assert lines[-1].startswith("/r/queue/1.h5: ")
-    watch.check_room()
+    watch.check_space()
 
 
 def test_a_hub_that_is_silent_or_new_ends_no_wait(tmp_path: Path, monkeypatch) -> None:
@@ -319,15 +319,15 @@ def test_a_hub_that_is_silent_or_new_ends_no_wait(tmp_path: Path, monkeypatch) -
             "seconds": 1.0,
             "loose": False,
         }
-        watch.look([one], time.monotonic())
-        watch.look([], time.monotonic())
+        watch.update([one], time.monotonic())
+        watch.update([], time.monotonic())
         monkeypatch.setattr(disk_watch, "_SILENT_S", 0.0)
         watch.sure_s = 0.0
-        watch.look([], time.monotonic() - 100.0)
-        assert not any("again" in line for line in lines) and wait_for(watch.too_long)
+        watch.update([], time.monotonic() - 100.0)
+        assert not any("again" in line for line in lines) and wait_for(watch.timeout_reason)
         other.free()
-        watch.look([], time.monotonic() - 100.0)
-        assert lines[-1].startswith("the disk is written again") and not watch.too_long()
+        watch.update([], time.monotonic() - 100.0)
+        assert lines[-1].startswith("the disk is written again") and not watch.timeout_reason()
 
 
 def test_a_supervisor_that_cannot_see_whether_it_is_fenced_waits(
@@ -368,7 +368,7 @@ def test_a_run_that_waits_too_long_saves_what_it_can_and_ends_with_75(tmp_path: 
     with pytest.raises(
         RelaxError, match=r"/r/queue/1.h5: Disk quota .* allowed liveness.longest_wait_s=0.2"
     ) as ended:
-        wait_for(lambda: Supervisor.look_at_disk(supervisor))
+        wait_for(lambda: Supervisor.check_disk(supervisor))
     assert ended.value.exit_code == EXIT_RETRY and stopped == [True]
 
 

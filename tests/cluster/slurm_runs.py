@@ -29,9 +29,9 @@ from relax_hpc.base.processes import all_processes
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.sandbox import Sandbox, processes
 from relax_hpc.cluster.sandbox.processes import command_line
-from relax_hpc.cluster.slurm.job_lookup import job_of
+from relax_hpc.cluster.slurm.job_lookup import current_job
 from relax_hpc.cluster.supervise.launch_records import read_mark
-from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.ops.observe.status import status
 from relax_hpc.training.models.tiny_model import make_tiny_model
@@ -171,7 +171,7 @@ class SlurmRun:
         nothing comes."""
         job = self.job("hub")
         self.sandbox.client("scancel", job)
-        asked = self.wait_until(lambda: asked_to_stop(self.run), "it stops", START_S)
+        asked = self.wait_until(lambda: read_stop_request(self.run), "it stops", START_S)
         assert asked == {"code": 0, "reason": f"job {job} was cancelled"}
         self.assert_nothing_left()
 
@@ -261,7 +261,7 @@ class SlurmRun:
 
     def job(self, group: str) -> str:
         """Plain id of the job, or of the component, that holds a group."""
-        return job_of(self.run, group)
+        return current_job(self.run, group)
 
     def mark(self, group: str, incarnation: int, role: str) -> dict[str, Any]:
         """How a role said that it ended; empty: it has said nothing."""

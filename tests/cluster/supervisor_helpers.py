@@ -19,8 +19,8 @@ from relax_hpc.cluster.supervise import starts, supervisor
 from relax_hpc.cluster.supervise.command import Command
 from relax_hpc.cluster.supervise.console import Terminal
 from relax_hpc.cluster.supervise.group import Incarnation, Member
-from relax_hpc.cluster.supervise.launch_records import Launch, record
-from relax_hpc.cluster.supervise.processes import Processes
+from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
+from relax_hpc.cluster.supervise.processes import LocalProcesses
 from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.config.groups import roles_of
 from relax_hpc.config.schema import Config, GroupConfig
@@ -85,39 +85,39 @@ class Hub:
         self.told.append(("close", {}))
 
 
-class Tiny(Processes):
+class Tiny(LocalProcesses):
     """Processes that say when they are asked to end."""
 
     def __init__(self, world: World, name: str, incarnation: int, members: list[Member]) -> None:
         super().__init__(world.run, name, incarnation, members)
         self.world = world
 
-    def ask_to_end(self) -> None:
+    def request_end(self) -> None:
         others = {
             name
-            for name, group in self.world.supervisor.roll.here.items()
-            if group.members and group.alive()
+            for name, group in self.world.supervisor.table.supervised.items()
+            if group.members and group.is_alive()
         }
         self.world.asked.append((self.name, others - {self.name}))
-        super().ask_to_end()
+        super().request_end()
 
 
 class Adopted(Incarnation):
     """Runs elsewhere: an earlier supervisor has started it."""
 
-    outlives = True
+    outlives_supervisor = True
     fate = "runs"
 
-    def ask_to_end(self) -> None:
+    def request_end(self) -> None:
         self.fate = "asked"
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Nobody is there."""
 
     def kill(self) -> None:
         self.fate = "killed"
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         self.fate = "left"
 
 
@@ -154,7 +154,7 @@ class World:
         log = self.run.logs(name, incarnation) / "log"
         return {
             role: Command(
-                words=[*words, str(self.run.exit_mark(name, incarnation, role))],
+                arguments=[*words, str(self.run.exit_mark(name, incarnation, role))],
                 env=self.env,
                 log=log,
                 config=self.config,
@@ -165,7 +165,7 @@ class World:
     def start_ahead(self, name: str, incarnation: int, roles: Sequence[str]) -> Incarnation:
         self.run.logs(name, incarnation).mkdir(parents=True)
         members = [
-            Member.begin(role, self.commands(name, incarnation)[role], ahead=True) for role in roles
+            Member.start(role, self.commands(name, incarnation)[role], ahead=True) for role in roles
         ]
         return Tiny(self, name, incarnation, members)
 
@@ -173,14 +173,14 @@ class World:
         self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None
     ) -> Incarnation:
         self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=ahead is not None)
-        record(self.run, name, incarnation, launch)
+        record_launch(self.run, name, incarnation, launch)
         plan = self.plans.get(name, ["lives"])
         what = plan.pop(0) if len(plan) > 1 else plan[0]
         members = (
             ahead.members
             if ahead
             else [
-                Member.of(role, self._process(what, name, incarnation, role))
+                Member.from_process(role, self._process(what, name, incarnation, role))
                 for role in roles_of(self.config, name)
             ]
         )
@@ -207,13 +207,13 @@ class World:
             raise answer
         return answer
 
-    def whole(self, name: str) -> bool:
+    def has_all_nodes(self, name: str) -> bool:
         return self._answer("whole")
 
-    def lost(self, name: str) -> bool:
+    def has_lost_nodes(self, name: str) -> bool:
         return self._answer("lost")
 
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         return self._answer("ending")
 
     def hand_over(self, name: str, reason: str) -> str:
@@ -225,12 +225,14 @@ class World:
     def end_the_actor(self) -> None:
         """It has done its work."""
         write_exit_mark(self.run.exit_mark("actor", 1, "actor"))
-        self.supervisor.roll.here["actor"].members[0].process.kill()
+        self.supervisor.table.supervised["actor"].members[0].process.kill()
 
     def go_on_in_a_job(self) -> None:
         """What happens to rollout once it was handed over: its job starts it, and it comes to its
         good end."""
-        if self.supervisor.roll.elsewhere and not self.supervisor.roll.here.keys() & {"rollout"}:
+        if self.supervisor.table.detached and not self.supervisor.table.supervised.keys() & {
+            "rollout"
+        }:
             incarnation = claim_incarnation(self.run, "rollout")
             self.run.logs("rollout", incarnation).mkdir(parents=True)
             write_exit_mark(self.run.exit_mark("rollout", incarnation, "rollout"))
@@ -249,7 +251,7 @@ class World:
         self.supervisor = Supervisor(
             self.run, self.config, "supervisor", names, lambda _: self, 1, terminal
         )
-        self.supervisor.each_tick = tick
+        self.supervisor.on_round = tick
         try:
             with self.supervisor:
                 return self.supervisor.supervise()

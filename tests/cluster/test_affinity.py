@@ -19,7 +19,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.sandbox import Sandbox
 from relax_hpc.cluster.sandbox.processes import until
-from relax_hpc.cluster.slurm.allocation import Allocation, Place
+from relax_hpc.cluster.slurm.allocation import Allocation, GroupNodes
 from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.cluster.slurm.srun import srun_options
 from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
@@ -220,7 +220,7 @@ class Forward:
             30.0,
             "the job does not start",
         )
-        allocation = Allocation(self.job, 0, "node1", {"forward": Place(self.job, 1)})
+        allocation = Allocation(self.job, 0, "node1", {"forward": GroupNodes(self.job, 1)})
         self.launcher = StepLauncher(self.run, config, Slurm(), allocation, lambda: None)
 
     def start(self, prefix: tuple[str, ...] = ()) -> dict[str, dict]:

@@ -19,10 +19,14 @@ import pytest
 from relax_hpc.base import cuda_context
 from relax_hpc.base.cuda_context import has_cuda_context
 from relax_hpc.base.rundir import RunDir, write_json
-from relax_hpc.cluster.supervise import leftovers
 from relax_hpc.cluster.supervise.group import Member
-from relax_hpc.cluster.supervise.processes import Processes, Waiting
-from relax_hpc.cluster.supervise.requests import Request
+from relax_hpc.cluster.supervise.processes import (
+    INCARNATION_VARIABLE,
+    LocalProcesses,
+    WaitingProcesses,
+    incarnation_tag,
+)
+from relax_hpc.cluster.supervise.requests import GroupRequest
 from relax_hpc.net.rendezvous.roster import claim_incarnation, latest_incarnation
 from relax_hpc.ops.observe.status_groups import started_ahead
 from tests.cluster.supervisor_helpers import World, world_fixture  # noqa: F401
@@ -52,9 +56,9 @@ def watch(world: World, *actions: Callable[[], bool]) -> Callable[[], None]:
                 "loads": False,
                 "busy_s": 0.0,
             }
-            for name, group in supervisor.roll.here.items()
+            for name, group in supervisor.table.supervised.items()
         }
-        supervisor.liveness.look = lambda *_: []
+        supervisor.liveness.poll = lambda *_: []
         if left and left[0]():
             left.pop(0)
 
@@ -72,7 +76,7 @@ def kills(world: World, name: str = "actor") -> Callable[[], bool]:
     def kill() -> bool:
         if not waits(world, name):
             return False
-        world.supervisor.roll.here[name].members[0].process.kill()
+        world.supervisor.table.supervised[name].members[0].process.kill()
         return True
 
     return kill
@@ -99,7 +103,7 @@ def test_a_group_that_ends_goes_on_in_what_was_started_ahead(at_work: World) -> 
         return bool(seen)
 
     def same() -> bool:
-        group = at_work.supervisor.roll.here.get("actor")
+        group = at_work.supervisor.table.supervised.get("actor")
         if group is None or group.incarnation != 2:
             return False
         assert group.members[0].process.pid == seen[0]
@@ -127,7 +131,7 @@ def test_what_was_started_ahead_by_other_settings_or_code_is_not_used(at_work: W
         if not (process := waits(at_work)):
             return False
         at_work.env = at_work.env | {"PYTHONPATH": "/another/code"}
-        at_work.supervisor.roll.here["actor"].members[0].process.kill()
+        at_work.supervisor.table.supervised["actor"].members[0].process.kill()
         at_work.former = process
         return True
 
@@ -150,7 +154,7 @@ def test_what_was_started_ahead_may_be_killed(at_work: World) -> None:
         return not at_work.supervisor.starts.ahead.waiting
 
     def kill_the_actor() -> bool:
-        at_work.supervisor.roll.here["actor"].members[0].process.kill()
+        at_work.supervisor.table.supervised["actor"].members[0].process.kill()
         return True
 
     at_work.supervise("actor", then=watch(at_work, kill, gone, kill_the_actor, ends(at_work, 2)))
@@ -172,7 +176,7 @@ def test_a_command_about_the_group_finds_nothing_that_began_before(
         if what == "end":
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            at_work.supervisor._serve(Request(1, what, "actor"))
+            at_work.supervisor._serve(GroupRequest(1, what, "actor"))
             assert "actor" not in at_work.supervisor.starts.ahead.waiting
         return True
 
@@ -333,11 +337,11 @@ def test_the_end_of_what_waits_is_not_that_of_the_incarnation_at_work(tmp_path: 
         make_run(tmp_path / "run"),
         [sys.executable, "-S", "-c", "import signal; signal.pause()"],
     )
-    at_work = os.environ | {leftovers.VARIABLE: leftovers.word(run, "actor", 1)}
+    at_work = os.environ | {INCARNATION_VARIABLE: incarnation_tag(run, "actor", 1)}
     with subprocess.Popen(sleeps, env=at_work) as first, subprocess.Popen(sleeps) as second:
-        Waiting(run, "actor", 2, [Member.of("actor", second)]).kill()
+        WaitingProcesses(run, "actor", 2, [Member.from_process("actor", second)]).kill()
         assert second.returncode == -signal.SIGKILL and first.poll() is None
-        Processes(run, "actor", 2, []).kill()
+        LocalProcesses(run, "actor", 2, []).kill()
         assert first.wait(DEADLINE_S) == -signal.SIGKILL, "whoever begins finds nobody there"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.cluster.slurm.allocation import VARIABLE, Allocation, Place, node_name
+from relax_hpc.cluster.slurm.allocation import VARIABLE, Allocation, GroupNodes, node_name
 from relax_hpc.config.schema import Config, GroupConfig
 
 HET = {
@@ -35,7 +35,7 @@ def config_of(layout: str = "het") -> Config:
 
 
 def test_the_parts_of_a_heterogeneous_job_have_ids_of_their_own() -> None:
-    here = Allocation.here(config_of(), "", dict(HET))
+    here = Allocation.from_environment(config_of(), "", dict(HET))
     assert (here.job, here.restarts, here.batch_node, here.name, here.het) == (
         "8",
         0,
@@ -43,8 +43,8 @@ def test_the_parts_of_a_heterogeneous_job_have_ids_of_their_own() -> None:
         "8-0",
         True,
     )
-    assert here.places["hub"] == Place("8", 2, 0)
-    assert {(place.job, place.het) for place in here.places.values()} == {
+    assert here.group_nodes["hub"] == GroupNodes("8", 2, 0)
+    assert {(place.job, place.het) for place in here.group_nodes.values()} == {
         ("8", 0),
         ("9", 1),
         ("10", 2),
@@ -52,46 +52,50 @@ def test_the_parts_of_a_heterogeneous_job_have_ids_of_their_own() -> None:
 
 
 def test_lives_of_a_requeued_job_are_told_apart() -> None:
-    here = Allocation.here(
+    here = Allocation.from_environment(
         config_of("jobs"), "actor", {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "2"}
     )
-    assert here == Allocation("12", 2, "node1", {"actor": Place("12", 2)})
+    assert here == Allocation("12", 2, "node1", {"actor": GroupNodes("12", 2)})
     assert here.name == "12-2" and not here.het
 
 
 def test_a_member_has_the_size_of_its_group() -> None:
-    here = Allocation.here(config_of("jobs"), "rollout-3", {"SLURM_JOB_ID": "12"})
-    assert here.places == {"rollout-3": Place("12", 2)}
+    here = Allocation.from_environment(config_of("jobs"), "rollout-3", {"SLURM_JOB_ID": "12"})
+    assert here.group_nodes == {"rollout-3": GroupNodes("12", 2)}
 
 
 def test_a_job_of_other_parts_than_configured_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"SLURM_HET_SIZE: found 2 components, but the configuration has 3 \("
     ):
-        Allocation.here(config_of(), "", HET | {"SLURM_HET_SIZE": "2"})
+        Allocation.from_environment(config_of(), "", HET | {"SLURM_HET_SIZE": "2"})
 
 
 def test_a_job_by_hand_may_have_a_hub_of_its_own_where_the_site_has_no_nodes_for_it() -> None:
     config = config_of()
     config.site.cpu_nodes = False
-    assert Allocation.here(config, "", dict(HET)).places["hub"] == Place("8", 2, 0)
+    assert Allocation.from_environment(config, "", dict(HET)).group_nodes["hub"] == GroupNodes(
+        "8", 2, 0
+    )
     two = {"SLURM_JOB_ID": "8", "SLURM_HET_SIZE": "2"} | {
         f"SLURM_JOB_ID_HET_GROUP_{n}": str(8 + n) for n in (0, 1)
     }
-    assert Allocation.here(config, "", two).places["hub"] == Place("8", 2, 0), "it rides"
+    assert Allocation.from_environment(config, "", two).group_nodes["hub"] == GroupNodes(
+        "8", 2, 0
+    ), "it rides"
     with pytest.raises(ConfigError, match=r"SLURM_HET_SIZE: found 4 components"):
-        Allocation.here(config, "", HET | {"SLURM_HET_SIZE": "4"})
+        Allocation.from_environment(config, "", HET | {"SLURM_HET_SIZE": "4"})
 
 
 def test_outside_of_a_job_there_is_no_allocation() -> None:
     with pytest.raises(ConfigError, match="SLURM_JOB_ID: not set"):
-        Allocation.here(config_of(), "", {})
+        Allocation.from_environment(config_of(), "", {})
 
 
 def test_a_standby_is_told_and_what_it_starts_does_not_inherit_that() -> None:
-    leader = Allocation.here(config_of(), "", dict(HET))
+    leader = Allocation.from_environment(config_of(), "", dict(HET))
     environment = {"SLURM_JOB_ID": "8", "SLURMD_NODENAME": "node2"} | leader.variables()
-    assert Allocation.here(config_of(), "", environment) == leader
+    assert Allocation.from_environment(config_of(), "", environment) == leader
     assert VARIABLE not in environment
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_RETRY
 from relax_hpc.base.rundir import RunDir, write_json
-from relax_hpc.cluster.slurm.job_lookup import own_job
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.job_lookup import separate_job
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.supervise import requests
 from relax_hpc.commands import resubmit, stop
 from relax_hpc.commands.program import main
@@ -50,7 +50,7 @@ def test_resubmit_stops_the_old_job_and_queues_the_next(
     )
     assert argv[-1] == str(run.submit / "rollout.sbatch")
     assert "#SBATCH --nodes=4" in (run.submit / "rollout.sbatch").read_text()
-    newest = Ledger(run).newest("rollout")
+    newest = Ledger(run).separate_job("rollout")
     assert newest is not None and newest.job == "100" and not words(slurm, "scancel")
 
 
@@ -78,7 +78,7 @@ def test_resubmit_takes_its_job_back_while_the_old_group_may_live(
     with Supervisors(run, error="not now"):
         assert resubmitted(run) == EXIT_RETRY
     assert "the supervisor says: not now" in capsys.readouterr().err
-    assert words(slurm, "scancel") == [["100"], ["101"]] and own_job(run, "rollout") == "12"
+    assert words(slurm, "scancel") == [["100"], ["101"]] and separate_job(run, "rollout") == "12"
 
 
 def test_nothing_is_stopped_for_a_job_that_slurm_does_not_take(
@@ -111,8 +111,8 @@ def test_resubmit_in_place(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> Non
 
 def test_a_het_group_leaves_its_component(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "het")
-    Ledger(run).add(Entry("9", "group", "rollout"))  # of an earlier submission
-    Ledger(run).add(Entry("10", "run", attempt=1))
+    Ledger(run).add(Submission("9", "group", "rollout"))  # of an earlier submission
+    Ledger(run).add(Submission("10", "run", attempt=1))
     begin(run, "rollout", "11")
     component = {"state": "RUNNING", "het": "10+1", "name": "rollout"}
     slurm.set(jobs={"10": {"state": "RUNNING", "het": "10+0"}, "11": component})
@@ -154,7 +154,7 @@ def test_commands_need_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
         assert (
             main([*argv, str(tmp_path)]) == EXIT_CONFIG and "no run here" in capsys.readouterr().err
         )
-    requests.ask_to_stop(run)
+    requests.request_stop(run)
     assert resubmitted(run) == EXIT_CONFIG
     assert f"go on with: relax-hpc run --run_dir {run.root} --resume" in capsys.readouterr().err
     write_json(run.finished, {})
@@ -215,7 +215,7 @@ def test_stop_withdraws_first_and_waits(tmp_path: Path, slurm: FakeSlurm, capsys
     run = make_run(tmp_path / "run")
     submitted(run, slurm, actor_fwd="PENDING")
     for job, kind in (("50", "successor"), ("51", "spare")):
-        Ledger(run).add(Entry(job, kind, attempt=1))
+        Ledger(run).add(Submission(job, kind, attempt=1))
         slurm.set(jobs=slurm.state["jobs"] | {job: {"state": "PENDING"}})
 
     def supervisors() -> None:
@@ -248,7 +248,7 @@ def test_a_run_is_asked_to_stop_while_slurm_is_away(
     submitted(run, slurm)
     slurm.answer("squeue", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     assert main(["stop", str(run.root)]) == EXIT_RETRY
-    assert requests.asked_to_stop(run)["reason"] == "asked to stop"
+    assert requests.read_stop_request(run)["reason"] == "asked to stop"
     assert "asked to stop, and saves; call stop again" in capsys.readouterr().err
 
 

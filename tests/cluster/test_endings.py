@@ -9,11 +9,11 @@ import pytest
 
 from relax_hpc.base.rundir import RunDir, write_json
 from relax_hpc.cluster.slurm.commands import Slurm
-from relax_hpc.cluster.slurm.job_endings import give_back, heed_user, is_cancelled
-from relax_hpc.cluster.slurm.orphans import Bereft, Orphan
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
-from relax_hpc.cluster.supervise.launch_records import Launch, record
-from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.cluster.slurm.job_endings import is_cancelled, retire_job, stop_if_user_cancelled
+from relax_hpc.cluster.slurm.orphans import OrphanedComponent, OrphanedGroupJob
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
+from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
+from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.config import Config
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.helpers.fake_slurm import FakeSlurm
@@ -64,24 +64,24 @@ def test_the_user_is_heeded_and_what_we_cancel_ourselves_is_not(
     comment = "Comment=JobState=RUNNING JobId=9"
     lines = [f"JobId={job} HetJobId=7 {ENDING} {comment}" for job in ("7", "8")]
     slurm.answer("scontrol", "\n".join(lines) + "\n", match="show job")
-    give_back(run, Slurm(), "8")
-    assert not heed_user(run, Slurm(), "8", 0) and not asked_to_stop(run)
-    assert heed_user(run, Slurm(), "7", 0)
-    assert asked_to_stop(run) == {"code": 0, "reason": "job 7 was cancelled"}
+    retire_job(run, Slurm(), "8")
+    assert not stop_if_user_cancelled(run, Slurm(), "8", 0) and not read_stop_request(run)
+    assert stop_if_user_cancelled(run, Slurm(), "7", 0)
+    assert read_stop_request(run) == {"code": 0, "reason": "job 7 was cancelled"}
 
 
 def test_slurm_that_does_not_answer_says_nothing(run_dir: Path, slurm: FakeSlurm) -> None:
     run = RunDir(run_dir)
     slurm.answer("scontrol", err="Unable to contact slurm controller", code=1)
-    assert not heed_user(run, Slurm(tries=1), "7", 0) and not asked_to_stop(run)
+    assert not stop_if_user_cancelled(run, Slurm(tries=1), "7", 0) and not read_stop_request(run)
 
 
 def test_a_successor_knows_whom_it_follows(run_dir: Path) -> None:
     ledger = Ledger(RunDir(run_dir))
     for entry in (
-        Entry("7", "run"),
-        Entry("8", "successor", after="7"),
-        Entry("9", "successor", after="8"),
+        Submission("7", "run"),
+        Submission("8", "successor", after="7"),
+        Submission("9", "successor", after="8"),
     ):
         ledger.add(entry)
     assert [ledger.predecessor(job) for job in ("7", "8", "9")] == ["", "7", "8"]
@@ -91,17 +91,17 @@ def test_a_successor_knows_whom_it_follows(run_dir: Path) -> None:
 
 
 @pytest.fixture
-def orphan(run_dir: Path) -> Orphan:
+def orphan(run_dir: Path) -> OrphanedComponent:
     """Component 9 of job 7, whose head beat at 0 s; the lease is 30 s."""
     run = RunDir(run_dir)
-    record(
+    record_launch(
         run,
         "actor",
         claim_incarnation(run, "actor"),
         Launch(1, (0, 0, 0), job="9", allocation="7-0"),
     )
     beats(run, 0)
-    return Orphan(run, Config(), Slurm(), "actor", 1)
+    return OrphanedComponent(run, Config(), Slurm(), "actor", 1)
 
 
 def beats(run: RunDir, number: int, job: str = "7", name: str = "supervisor") -> None:
@@ -114,31 +114,34 @@ def given_back(slurm: FakeSlurm) -> list[str]:
     return [call["argv"][-1] for call in slurm.calls("scancel")]
 
 
-def looked(left: Orphan | Bereft, *seconds: float) -> list[bool]:
-    began = left.head.seen[1]
-    return [bool(left.look(began + second)) for second in seconds]
+def looked(left: OrphanedComponent | OrphanedGroupJob, *seconds: float) -> list[bool]:
+    began = left.head.last_beat[1]
+    check = left.check if isinstance(left, OrphanedComponent) else left.ending_reason
+    return [bool(check(began + second)) for second in seconds]
 
 
-def test_an_orphan_gives_its_nodes_back(orphan: Orphan, slurm: FakeSlurm) -> None:
+def test_an_orphan_gives_its_nodes_back(orphan: OrphanedComponent, slurm: FakeSlurm) -> None:
     slurm.set(jobs={"9": {"state": "RUNNING", "het": "7+2"}})
     assert looked(orphan, 1.0, 59.0) == [False, False] and not slurm.calls("squeue")
     assert looked(orphan, 63.0) == [True] and given_back(slurm) == ["9"]
-    assert Ledger(orphan.run).gave_way("9")
+    assert Ledger(orphan.run).is_retired("9")
 
 
 def test_headless_groups_live_on_as_long_as_their_job_does(
-    orphan: Orphan, slurm: FakeSlurm
+    orphan: OrphanedComponent, slurm: FakeSlurm
 ) -> None:
     slurm.set(jobs={"7": {"state": "RUNNING"}, "9": {"state": "RUNNING", "het": "7+2"}})
     assert not any(looked(orphan, 1.0, 63.0, 64.0, 70.0, 200.0)) and not given_back(slurm)
     assert len(slurm.calls("squeue")) == 2, "not at every look"
 
 
-def test_a_head_that_beats_looks_after_its_components(orphan: Orphan, slurm: FakeSlurm) -> None:
+def test_a_head_that_beats_looks_after_its_components(
+    orphan: OrphanedComponent, slurm: FakeSlurm
+) -> None:
     for number, second in enumerate((50.0, 100.0, 150.0)):
         beats(orphan.run, number + 1)
         assert looked(orphan, second) == [False]
-        orphan.head.seen = (orphan.head.seen[0], orphan.head.seen[1] - second)
+        orphan.head.last_beat = (orphan.head.last_beat[0], orphan.head.last_beat[1] - second)
     beats(orphan.run, 9, job="11")
     looked(orphan, 1.0)
     assert looked(orphan, 400.0) == [True], "a successor that leads does not speak for it"
@@ -146,29 +149,29 @@ def test_a_head_that_beats_looks_after_its_components(orphan: Orphan, slurm: Fak
 
 def test_what_cannot_outlive_its_job_is_none(run_dir: Path) -> None:
     run = RunDir(run_dir)
-    record(
+    record_launch(
         run,
         "actor",
         claim_incarnation(run, "actor"),
         Launch(1, (0, 0, 0), job="7", allocation="7-0"),
     )
-    assert not Orphan(run, Config(), Slurm(), "actor", 1).possible()
+    assert not OrphanedComponent(run, Config(), Slurm(), "actor", 1).can_be_orphaned()
 
 
 # -- jobs that one group has to itself, when nobody leads the run any more -------------------------
 
 
-def bereft(run_dir: Path, layout: str, group: str = "actor") -> Bereft:
+def bereft(run_dir: Path, layout: str, group: str = "actor") -> OrphanedGroupJob:
     """Of job 9; the hub's, 7, beat at 0 s; the lease is 30 s."""
     run, ledger = RunDir(run_dir), Ledger(RunDir(run_dir))
     entries = (
-        [Entry("7", "run"), Entry("8", "successor", after="7")]
+        [Submission("7", "run"), Submission("8", "successor", after="7")]
         if layout == "het"
-        else [Entry("7", "group", "hub")]
+        else [Submission("7", "group", "hub")]
     )
-    for entry in (*entries, Entry("9", "group", group)):
+    for entry in (*entries, Submission("9", "group", group)):
         ledger.add(entry)
-    found = Bereft(run, Config(layout=layout), Slurm(tries=1), group, "9")
+    found = OrphanedGroupJob(run, Config(layout=layout), Slurm(tries=1), group, "9")
     beats(run, 0, name=found.name)
     return found
 
@@ -184,9 +187,9 @@ def test_a_head_that_was_killed_before_it_could_say_so_was_cancelled(
     found = bereft(run_dir, layout)
     slurm.set(jobs={"8": {"state": "PENDING"}, "9": {"state": "RUNNING"}})
     said_of(slurm, "7", "JobState=CANCELLED ExitCode=0:9")
-    assert looked(found, 1.0, 59.0) == [False, False] and not asked_to_stop(found.run)
+    assert looked(found, 1.0, 59.0) == [False, False] and not read_stop_request(found.run)
     assert looked(found, 63.0) == [False], "it ends with the run, not for a successor"
-    assert asked_to_stop(found.run) == {"code": 0, "reason": "job 7 was cancelled"}
+    assert read_stop_request(found.run) == {"code": 0, "reason": "job 7 was cancelled"}
 
 
 def test_the_job_of_a_group_gives_way_when_that_of_the_run_is_over(
@@ -201,11 +204,14 @@ def test_the_job_of_a_group_gives_way_when_that_of_the_run_is_over(
         ("NODE_FAIL", True),
     ):
         slurm.set(jobs={"7": {"state": state}, "8": {"state": "PENDING"}})
-        found.head.seen, found.head._ask_at = (found.head.seen[0], found.head.seen[1] - 63.0), 0.0
+        found.head.last_beat, found.head._ask_at = (
+            (found.head.last_beat[0], found.head.last_beat[1] - 63.0),
+            0.0,
+        )
         assert looked(found, 63.0) == [leaves], state
     slurm.set(jobs={"8": {"state": "RUNNING"}})
     assert looked(found, 80.0) == [False], "the successor is there, and its head about to lead"
-    assert not asked_to_stop(found.run) and not Ledger(found.run).gave_way("9")
+    assert not read_stop_request(found.run) and not Ledger(found.run).is_retired("9")
 
 
 @pytest.mark.parametrize(("layout", "group"), [("jobs", "actor"), ("het", "rollout-2")])
@@ -213,10 +219,10 @@ def test_where_no_component_is_its_own_it_waits_for_the_hub(
     run_dir: Path, slurm: FakeSlurm, layout: str, group: str
 ) -> None:
     found = bereft(run_dir, layout, group)
-    Ledger(found.run).add(Entry("10", "successor", "hub", after="7"))
+    Ledger(found.run).add(Submission("10", "successor", "hub", after="7"))
     slurm.set(jobs={"9": {"state": "RUNNING"}, "10": {"state": "PENDING", "reason": "Dependency"}})
     said_of(slurm, "7", "JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9")
-    assert looked(found, 63.0, 80.0) == [False, False] and not asked_to_stop(found.run)
+    assert looked(found, 63.0, 80.0) == [False, False] and not read_stop_request(found.run)
 
 
 @pytest.mark.parametrize(
@@ -235,11 +241,11 @@ def test_a_job_ends_when_no_job_of_the_hub_can_come(
 ) -> None:
     """In the layout `jobs`: else it would hold its nodes, idle, to its time limit."""
     watch = bereft(run_dir, "jobs")
-    Ledger(watch.run).add(Entry("10", "successor", "hub", after="7"))
+    Ledger(watch.run).add(Submission("10", "successor", "hub", after="7"))
     said_of(slurm, "7", "JobState=FAILED Reason=NonZeroExitCode ExitCode=0:9")
     slurm.set(jobs={"9": {"state": "RUNNING"}} | hub_jobs)
     assert looked(watch, 1.0) == [False]
-    assert looked(watch, 63.0) == [ends] and not asked_to_stop(watch.run)
+    assert looked(watch, 63.0) == [ends] and not read_stop_request(watch.run)
     # A slurmctld that does not even know this job has lost its state.
     slurm.set(jobs=hub_jobs)
     watch.head._ask_at = 0.0
@@ -251,8 +257,8 @@ def test_a_hub_that_a_person_has_submitted_by_hand_is_asked_for_too(
 ) -> None:
     """The ledger does not have its job; its lease does."""
     run = RunDir(run_dir)
-    Ledger(run).add(Entry("9", "group", "actor"))
-    watch = Bereft(run, Config(layout="jobs"), Slurm(tries=1), "actor", "9")
+    Ledger(run).add(Submission("9", "group", "actor"))
+    watch = OrphanedGroupJob(run, Config(layout="jobs"), Slurm(tries=1), "actor", "9")
     beats(run, 0, name=watch.name)
     said_of(slurm, "7", "JobState=RUNNING Reason=None")
     slurm.set(jobs={"7": {"state": "RUNNING"}, "9": {"state": "RUNNING"}})

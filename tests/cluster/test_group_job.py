@@ -14,14 +14,14 @@ import pytest
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, NoProgressError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm import jobs, lost_jobs
-from relax_hpc.cluster.slurm.allocation import Allocation, Place
+from relax_hpc.cluster.slurm.allocation import Allocation, GroupNodes
 from relax_hpc.cluster.slurm.commands import Slurm as Commands
 from relax_hpc.cluster.slurm.commands import SlurmError
 from relax_hpc.cluster.slurm.jobs import GroupJob
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
-from relax_hpc.cluster.slurm.successors import take_hub
-from relax_hpc.cluster.supervise.group_table import Roll
-from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
+from relax_hpc.cluster.slurm.successors import claim_hub
+from relax_hpc.cluster.supervise.group_table import GroupTable
+from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.cluster.supervise.supervisor import RELEASED
 from relax_hpc.config import Config
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
@@ -45,8 +45,8 @@ class Slurm:
 @pytest.fixture
 def job(run_dir: Path) -> GroupJob:
     run = RunDir(run_dir)
-    Ledger(run).add(Entry("7", "group", "actor"))
-    allocation = Allocation("7", 0, "node1", {"actor": Place("7", 2, None)})
+    Ledger(run).add(Submission("7", "group", "actor"))
+    allocation = Allocation("7", 0, "node1", {"actor": GroupNodes("7", 2, None)})
     return GroupJob(run, Config(layout="jobs"), Slurm(), allocation, "node1")
 
 
@@ -63,7 +63,7 @@ def ticked(job: GroupJob) -> SimpleNamespace:
     """The job's supervisor after its next round."""
     terminal = SimpleNamespace(say=lambda _: None)
     supervisor = SimpleNamespace(
-        roll=Roll(job.run, job.config, ["actor"]), interrupted=0, terminal=terminal
+        table=GroupTable(job.run, job.config, ["actor"]), interrupted=0, terminal=terminal
     )
     job.tick(supervisor)
     return supervisor
@@ -71,7 +71,7 @@ def ticked(job: GroupJob) -> SimpleNamespace:
 
 def released(job: GroupJob) -> set[str]:
     """Groups that the job's supervisor gives away at its next round."""
-    return ticked(job).roll.released
+    return ticked(job).table.released
 
 
 def test_another_job_takes_the_group_and_this_one_ends(
@@ -101,7 +101,7 @@ def test_where_nodes_may_not_submit_it_is_queued_again(
     submitting(monkeypatch, "8")
     job.config.site.sbatch_on_nodes = False
     # In this layout a held job belongs to the command `resubmit`.
-    job.ledger.add(Entry("9", "spare", "actor"))
+    job.ledger.add(Submission("9", "spare", "actor"))
     assert job.launcher().hand_over("actor", "no sign") == "7"
     assert job.slurm.requeued == ["7"]
 
@@ -130,15 +130,15 @@ def test_scancel_of_the_hubs_job_is_an_end_and_of_another_group_it_is_not(
             "ExitCode": "0:0",
         }
     )
-    allocation = Allocation("7", 0, "node1", {group: Place("7", 1, None)})
-    GroupJob(run, Config(layout="jobs"), slurm, allocation, "node1").interrupted()
-    assert bool(asked_to_stop(run)) == stops
+    allocation = Allocation("7", 0, "node1", {group: GroupNodes("7", 1, None)})
+    GroupJob(run, Config(layout="jobs"), slurm, allocation, "node1").on_interrupt()
+    assert bool(read_stop_request(run)) == stops
 
 
 def test_a_job_whose_group_was_given_to_another_one_gives_way(
     job: GroupJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job.ledger.add(Entry("8", "group", "actor"))
+    job.ledger.add(Submission("8", "group", "actor"))
     monkeypatch.setattr(jobs, "_ASK_SLURM_S", 0.0)
     assert released(job) == {"actor"}
 
@@ -147,14 +147,14 @@ def test_a_job_whose_group_was_given_to_another_one_gives_way(
 def test_a_job_that_gives_way_saves_first_and_does_not_come_back(job: GroupJob, told: bool) -> None:
     assert not ticked(job).interrupted
     if told:
-        job.ledger.give_way("7")
+        job.ledger.mark_retired("7")
     else:
-        job.bereft = SimpleNamespace(look=lambda _: True)
+        job.orphan_watch = SimpleNamespace(ending_reason=lambda _: True)
     supervisor = ticked(job)
-    assert supervisor.interrupted == 1 and not supervisor.roll.released, (
+    assert supervisor.interrupted == 1 and not supervisor.table.released, (
         "a group that is released would be killed"
     )
-    assert job.ledger.gave_way("7")
+    assert job.ledger.is_retired("7")
     job.end(EXIT_RETRY)
     assert job.slurm.requeued == []
 
@@ -174,18 +174,18 @@ def hub(run_dir: Path, fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Grou
     (run.root / "config.yaml").write_text("layout: jobs\n")
     run.submit.mkdir()
     (run.submit / "hub.sbatch").write_text("#!/bin/bash\n")
-    Ledger(run).add(Entry("6", "group", "hub"))
-    Ledger(run).add(Entry("7", "group", "actor"))
+    Ledger(run).add(Submission("6", "group", "hub"))
+    Ledger(run).add(Submission("7", "group", "actor"))
     fake.set(jobs={"6": {"state": "RUNNING"}, "7": {"state": "RUNNING"}})
     monkeypatch.setattr(lost_jobs, "_ASK_S", 0.0)
     numbers = count(30)
 
     def submit_group(run: RunDir, slurm: Commands, ledger: Ledger, name: str, *_: object) -> str:
-        ledger.add(Entry(job := str(next(numbers)), "group", name))
+        ledger.add(Submission(job := str(next(numbers)), "group", name))
         return job
 
     monkeypatch.setattr(jobs, "submit_group", submit_group)
-    allocation = Allocation("6", 0, "node1", {"hub": Place("6", 1, None)})
+    allocation = Allocation("6", 0, "node1", {"hub": GroupNodes("6", 1, None)})
     return GroupJob(run, Config(layout="jobs"), Commands(tries=1), allocation, "node1")
 
 
@@ -195,13 +195,13 @@ def looked(hub: GroupJob, *lacking: str) -> list[str]:
     supervisor = SimpleNamespace(
         run=hub.run,
         config=hub.config,
-        roll=Roll(hub.run, hub.config, ["hub"]),
+        table=GroupTable(hub.run, hub.config, ["hub"]),
         interrupted=0,
         terminal=SimpleNamespace(say=lines.append),
-        liveness=SimpleNamespace(lacking=dict.fromkeys(lacking)),
-        disk=SimpleNamespace(hinders=lambda: False),
-        each_wait=lambda: None,
-        failures=SimpleNamespace(judge=lambda *_: None, give_up=give_up),
+        liveness=SimpleNamespace(awaited_groups=dict.fromkeys(lacking)),
+        disk=SimpleNamespace(is_full=lambda: False),
+        before_wait=lambda: None,
+        failures=SimpleNamespace(check_failure=lambda *_: None, end_run=give_up),
     )
     hub.tick(supervisor)
     return lines
@@ -299,11 +299,11 @@ def test_a_member_of_a_group_is_looked_after_when_it_falls_silent(
     hub: GroupJob, fake: FakeSlurm
 ) -> None:
     """The others do not wait for it: the group's first member is there."""
-    hub.ledger.add(Entry("8", "group", "rollout-2"))
+    hub.ledger.add(Submission("8", "group", "rollout-2"))
     claim_incarnation(hub.run, "rollout-2")
     ended(fake, "8", "FAILED")
     assert looked(hub) == []
-    hub.silence.without_job["rollout-2"] = 1
+    hub.silent_groups.without_job["rollout-2"] = 1
     assert looked(hub)[-1] == "rollout-2: continues in job 30"
 
 
@@ -325,20 +325,20 @@ def test_a_successor_has_the_hub_unless_a_person_submitted_it_again(
     run_dir: Path, newest: str, leads: bool
 ) -> None:
     ledger = Ledger(RunDir(run_dir))
-    ledger.add(Entry("6", "group", "hub"))
-    ledger.add(Entry("7", "successor", "hub", after="6"))
+    ledger.add(Submission("6", "group", "hub"))
+    ledger.add(Submission("7", "successor", "hub", after="6"))
     if newest != "6":
-        ledger.add(Entry(newest, "group", "hub"))
+        ledger.add(Submission(newest, "group", "hub"))
     assert ledger.superseded("7", "hub") == (newest != "7")
-    assert take_hub(ledger, "7", attempt=1) == leads
+    assert claim_hub(ledger, "7", attempt=1) == leads
     assert ledger.superseded("7", "hub") != leads and (ledger.superseded("6", "hub") or not leads)
 
 
 def test_what_has_no_chance_is_withdrawn_with_what_can_never_start(
     hub: GroupJob, fake: FakeSlurm
 ) -> None:
-    hub.ledger.add(Entry("20", "successor", "hub", after="5"))
-    hub.ledger.add(Entry("21", "successor", "hub", after="6"))
+    hub.ledger.add(Submission("20", "successor", "hub", after="5"))
+    hub.ledger.add(Submission("21", "successor", "hub", after="6"))
     pending = {
         "20": {"state": "PENDING", "reason": "DependencyNeverSatisfied"},
         "21": {"state": "PENDING"},

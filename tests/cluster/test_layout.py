@@ -16,7 +16,13 @@ from relax_hpc.cluster.slurm.container import (
     mounts,
     role_python,
 )
-from relax_hpc.cluster.slurm.layout import component, components, gpu_hours, node_hours, seconds
+from relax_hpc.cluster.slurm.layout import (
+    components,
+    gpu_hours,
+    group_component,
+    node_hours,
+    time_limit_s,
+)
 from relax_hpc.cluster.slurm.render import render
 from relax_hpc.commands.submit import cost_line
 from relax_hpc.config import Config, load, resolve, to_dict
@@ -121,8 +127,8 @@ def test_options_of_gpus_are_those_of_allocations_with_gpus_and_null_takes_one_o
         "site.cpu_nodes": True,
     }
     config = make(**site)
-    assert component(config, "hub").options == {"reservation": "r"}
-    assert component(config, "rollout").options == {"reservation": "r", "constraint": "a100"}
+    assert group_component(config, "hub").options == {"reservation": "r"}
+    assert group_component(config, "rollout").options == {"reservation": "r", "constraint": "a100"}
     config = make(
         **site,
         **{
@@ -133,7 +139,7 @@ def test_options_of_gpus_are_those_of_allocations_with_gpus_and_null_takes_one_o
             }
         },
     )
-    assert component(config, "rollout").options == {"nice": "5"}
+    assert group_component(config, "rollout").options == {"nice": "5"}
     assert load([], to_dict(config)).groups["rollout"].resources.options["constraint"] is None, (
         "kept when it is stored"
     )
@@ -225,15 +231,17 @@ def test_what_cannot_be_had_is_an_error_that_teaches(
 
 def test_one_group_by_name() -> None:
     config = make()
-    assert component(config, "hub").nodes == 1, "an ordinary job of the hub is alone on its node"
-    assert component(config, "rollout-2").groups == ("rollout-2",), (
+    assert group_component(config, "hub").nodes == 1, (
+        "an ordinary job of the hub is alone on its node"
+    )
+    assert group_component(config, "rollout-2").groups == ("rollout-2",), (
         "an elastic member has its group's resources"
     )
-    assert component(config, "rollout-2").gpus_per_node == 8
+    assert group_component(config, "rollout-2").gpus_per_node == 8
     with pytest.raises(
         ConfigError, match="groups: found 'critic', allowed: hub, rollout, actor, forward"
     ):
-        component(config, "critic")
+        group_component(config, "critic")
 
 
 @given(st.integers(0, 50), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
@@ -241,12 +249,12 @@ def test_times_are_read_as_sbatch_reads_them(
     days: int, hours: int, minutes: int, last: int
 ) -> None:
     total = days * 86400 + hours * 3600 + minutes * 60 + last
-    assert seconds(f"{days}-{hours}:{minutes:02}:{last:02}", "t") == total
-    assert seconds(f"{days * 24 + hours}:{minutes}:{last}", "t") == total
-    assert seconds(f"{minutes}:{last:02}", "t") == minutes * 60 + last
-    assert seconds(str(last), "t") == last * 60
-    assert seconds(f"{days}-{last}", "t") == days * 86400 + last * 3600
-    assert seconds(f"{days}-{hours}:{last}", "t") == days * 86400 + hours * 3600 + last * 60
+    assert time_limit_s(f"{days}-{hours}:{minutes:02}:{last:02}", "t") == total
+    assert time_limit_s(f"{days * 24 + hours}:{minutes}:{last}", "t") == total
+    assert time_limit_s(f"{minutes}:{last:02}", "t") == minutes * 60 + last
+    assert time_limit_s(str(last), "t") == last * 60
+    assert time_limit_s(f"{days}-{last}", "t") == days * 86400 + last * 3600
+    assert time_limit_s(f"{days}-{hours}:{last}", "t") == days * 86400 + hours * 3600 + last * 60
 
 
 @pytest.mark.parametrize(
@@ -254,7 +262,7 @@ def test_times_are_read_as_sbatch_reads_them(
 )
 def test_other_times_are_refused(time: str) -> None:
     with pytest.raises(ConfigError, match=r"t: found .*allowed: minutes, MM:SS, HH:MM:SS"):
-        seconds(time, "t")
+        time_limit_s(time, "t")
 
 
 def test_container_prefix_of_apptainer_and_options_of_pyxis() -> None:

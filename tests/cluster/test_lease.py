@@ -22,7 +22,7 @@ import pytest
 from relax_hpc.base.errors import EXIT_RETRY, DeadlineError, FencedError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise import lease as module
-from relax_hpc.cluster.supervise.lease import Lease, leave_outcome, outcome_of
+from relax_hpc.cluster.supervise.lease import Lease, read_outcome, write_outcome
 from relax_hpc.cluster.supervise.supervisor import Outcome
 from relax_hpc.commands import head
 from relax_hpc.commands.head import Head, _sign
@@ -47,16 +47,16 @@ incarnation = 0
 print("waits", flush=True)
 while not incarnation:
     lease = Lease(run, "supervisor", LivenessConfig(beat_s=0.05, lease_s=0.6), sys.argv[2])
-    while not lease.free():
+    while not lease.is_free():
         time.sleep(0.02)
     try:
         incarnation = claim_incarnation(run, "supervisor", lease.former)
     except (FencedError, OSError):
         time.sleep(0.02)
-lease.hold(incarnation)
+lease.acquire(incarnation)
 print("holds", flush=True)
 sys.stdin.readline()
-lease.give_up()
+lease.release()
 print("gave up", flush=True)
 sys.stdin.readline()
 """
@@ -108,7 +108,7 @@ def looks(run: RunDir, node: str, seconds: float) -> bool:
     """Whether a candidate on ``node`` finds the lease free within ``seconds``."""
     lease, deadline = Lease(run, "supervisor", LIMITS, node), time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if lease.free():
+        if lease.is_free():
             return True
         time.sleep(0.02)
     return False
@@ -128,7 +128,7 @@ def test_a_killed_holder_is_noticed_at_once_on_its_node_and_after_the_lease_else
     holder.wait(60)
     assert looks(candidates.run, "a", 0.5)
     far = Lease(candidates.run, "supervisor", LIMITS, "b")
-    assert not far.free(), "it has only just looked"
+    assert not far.is_free(), "it has only just looked"
     begun = time.monotonic()
     assert looks(candidates.run, "b", 5.0) and time.monotonic() - begun >= LIMITS.lease_s
 
@@ -177,7 +177,7 @@ def test_an_outage_of_any_length_counts_for_nobody(
 
     def free_within(leases: float) -> bool:
         end = clock[0] + leases * LIMITS.lease_s
-        while clock[0] < end and not lease.free():
+        while clock[0] < end and not lease.is_free():
             clock[0] += 0.02
         return clock[0] < end
 
@@ -211,11 +211,13 @@ def test_of_several_that_see_it_free_one_gets_it(candidates: Candidates) -> None
 def test_who_has_taken_it_and_does_not_beat_is_waited_for(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "a")
-    lease.hold(claim_incarnation(run, "supervisor"))
-    lease.give_up()
+    lease.acquire(claim_incarnation(run, "supervisor"))
+    lease.release()
     other = Lease(run, "supervisor", LIMITS, "b")
-    assert other.free() and claim_incarnation(run, "supervisor", other.former) == 2
-    assert not Lease(run, "supervisor", LIMITS, "c").free(), "it is given up, but not to this one"
+    assert other.is_free() and claim_incarnation(run, "supervisor", other.former) == 2
+    assert not Lease(run, "supervisor", LIMITS, "c").is_free(), (
+        "it is given up, but not to this one"
+    )
     with pytest.raises(FencedError, match="another has taken supervisor incarnation 2"):
         claim_incarnation(run, "supervisor", former=1)
     assert looks(run, "c", 5.0)
@@ -238,9 +240,9 @@ def test_what_another_allocation_holds_is_free_once_that_is_gone(candidates: Can
     )
     deadline = time.monotonic() + 2 * LIMITS.lease_s
     while time.monotonic() < deadline:
-        assert not lease.free(), "it beats, and Slurm says that its job runs"
+        assert not lease.is_free(), "it beats, and Slurm says that its job runs"
     over.append("")
-    assert lease.free() and holder.poll() is None
+    assert lease.is_free() and holder.poll() is None
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"node": "a"}', "[]", "null", "x" * 128])
@@ -249,16 +251,16 @@ def test_a_torn_lease_is_held_until_it_stands_still(tmp_path: Path, text: str) -
     lease = Lease(run, "supervisor", LIMITS, "a")
     claim_incarnation(run, "supervisor")
     lease.path.write_text(text)
-    assert not lease.free()
+    assert not lease.is_free()
     assert looks(run, "a", 5.0)
 
 
 def test_long_node_names_leave_nothing_behind(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "n" * 200)
-    lease.hold(claim_incarnation(run, "supervisor"))
-    lease.give_up()
-    assert Lease(run, "supervisor", LIMITS, "b").free() and json.loads(lease.path.read_text())
+    lease.acquire(claim_incarnation(run, "supervisor"))
+    lease.release()
+    assert Lease(run, "supervisor", LIMITS, "b").is_free() and json.loads(lease.path.read_text())
 
 
 def test_a_holder_that_gets_nowhere_beats_no_more(
@@ -266,17 +268,17 @@ def test_a_holder_that_gets_nowhere_beats_no_more(
 ) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "a")
-    lease.hold(claim_incarnation(run, "supervisor"))
-    lease._alive_until = 0.0
+    lease.acquire(claim_incarnation(run, "supervisor"))
+    lease._renewed_until = 0.0
     assert looks(run, "b", 5.0)
     former = lease.path.read_text()
-    lease.tick()
+    lease.renew()
     deadline = time.monotonic() + 5.0
     while lease.path.read_text() == former:
         assert time.monotonic() < deadline, "it goes on when it gets on"
         time.sleep(0.02)
     claim_incarnation(run, "supervisor")
-    lease.lose()
+    lease.stop_beating()
 
 
 def test_a_head_is_seen_by_those_that_come_to_its_node(
@@ -367,7 +369,9 @@ def test_who_waits_for_the_hub_does_so_as_long_as_others_wait(
     )
     with ends:
         assert not wait(
-            SimpleNamespace(tick=lambda: None), world, SimpleNamespace(watch=lambda _: False)
+            SimpleNamespace(renew=lambda: None),
+            world,
+            SimpleNamespace(check_ending=lambda _: False),
         )
     assert world.now == waited_h * 3600.0 and world.said == [
         "waits for the hub, which has not begun yet"
@@ -400,10 +404,10 @@ def test_a_version_that_is_staged_while_groups_are_ended_is_removed_too(
     ours: Any = Head(run, Config(layout="jobs"), group)
     monkeypatch.setattr(ours, "_has_hub", lambda *_: True)
     job = SimpleNamespace(
-        launcher=lambda: SimpleNamespace(ending=None), begin=lambda _: None, interrupted=None
+        launcher=lambda: SimpleNamespace(is_ending=None), begin=lambda _: None, on_interrupt=None
     )
-    job.silence = SimpleNamespace(suspect=None)
-    lease = SimpleNamespace(former=0, hold=lambda _: None, tick=lambda: None)
+    job.silent_groups = SimpleNamespace(suspect=None)
+    lease = SimpleNamespace(former=0, acquire=lambda _: None, renew=lambda: None)
     assert ours._supervise(lease, job) == 75
     assert not staging_root(run).exists()
 
@@ -411,10 +415,11 @@ def test_a_version_that_is_staged_while_groups_are_ended_is_removed_too(
 def test_the_outcome_is_that_of_one_life_of_one_job(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.rendezvous("supervisor").mkdir(parents=True)
-    assert outcome_of(run, "supervisor", "7-0") is None
-    leave_outcome(run, "supervisor", "7-0", 75)
+    assert read_outcome(run, "supervisor", "7-0") is None
+    write_outcome(run, "supervisor", "7-0", 75)
     assert (
-        outcome_of(run, "supervisor", "7-0") == 75 and outcome_of(run, "supervisor", "7-1") is None
+        read_outcome(run, "supervisor", "7-0") == 75
+        and read_outcome(run, "supervisor", "7-1") is None
     )
 
 
@@ -429,10 +434,10 @@ def test_a_full_disk_keeps_nobody_from_the_end_of_a_job(
 
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "a")
-    lease.hold(claim_incarnation(run, "supervisor"))
+    lease.acquire(claim_incarnation(run, "supervisor"))
     monkeypatch.setattr(module, "_OUTCOME_S", 0.0)
     monkeypatch.setattr(module, "write_json", full)
     monkeypatch.setattr(Lease, "_write", full)
-    leave_outcome(run, "supervisor", "7-0", EXIT_RETRY)
-    lease.give_up()
-    assert outcome_of(run, "supervisor", "7-0") is None
+    write_outcome(run, "supervisor", "7-0", EXIT_RETRY)
+    lease.release()
+    assert read_outcome(run, "supervisor", "7-0") is None

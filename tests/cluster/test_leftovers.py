@@ -14,8 +14,13 @@ import pytest
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise import processes
 from relax_hpc.cluster.supervise.launch_records import UNKNOWN, Launch
-from relax_hpc.cluster.supervise.leftovers import VARIABLE, end_leftovers, word
-from relax_hpc.cluster.supervise.processes import LocalLauncher, Processes
+from relax_hpc.cluster.supervise.processes import (
+    INCARNATION_VARIABLE,
+    LocalLauncher,
+    LocalProcesses,
+    incarnation_tag,
+    kill_leftovers,
+)
 from relax_hpc.config.load import dump, load
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.helpers.queue_helpers import make_run
@@ -43,14 +48,14 @@ def run_fixture(tmp_path: Path) -> RunDir:
 @pytest.fixture(name="start")
 def start_fixture(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[int], tuple[Processes, psutil.Process]]]:
+) -> Iterator[Callable[[int], tuple[LocalProcesses, psutil.Process]]]:
     """Starts an incarnation of a group; it, and what its role has started."""
-    started: list[Processes] = []
+    started: list[LocalProcesses] = []
 
-    def start(incarnation: int) -> tuple[Processes, psutil.Process]:
+    def start(incarnation: int) -> tuple[LocalProcesses, psutil.Process]:
         said = tmp_path / f"said-{incarnation}"
         monkeypatch.setattr(
-            processes, "command", lambda *_: [sys.executable, "-c", ROLE, str(said)]
+            processes, "role_command", lambda *_: [sys.executable, "-c", ROLE, str(said)]
         )
         assert claim_incarnation(run, "rollout") == incarnation
         started.append(LocalLauncher(run).start("rollout", incarnation, LAUNCH))
@@ -82,29 +87,29 @@ def test_what_was_left_behind_with_its_supervisor_ends_before_the_next_start(sta
     # As after a kill of all but the child.
     group.members[0].process.kill()
     group.members[0].process.wait()
-    group.leave()
+    group.detach()
     _, younger = start(2)
     assert gone(child) and younger.is_running()
 
 
 def test_nobody_else_is_ended(run: RunDir) -> None:
     others = [
-        word(run, "rollout", 3),
-        word(run, "rollout-2", 1),
-        word(RunDir(run.root / "x"), "rollout", 1),
+        incarnation_tag(run, "rollout", 3),
+        incarnation_tag(run, "rollout-2", 1),
+        incarnation_tag(RunDir(run.root / "x"), "rollout", 1),
         "rollout",
     ]
     others += ["rollout one " + str(run.root), ""]
     living = [
         subprocess.Popen(
-            PAUSE, stdout=subprocess.PIPE, env={VARIABLE: text}, start_new_session=True
+            PAUSE, stdout=subprocess.PIPE, env={INCARNATION_VARIABLE: text}, start_new_session=True
         )
-        for text in (word(run, "rollout", 2), *others)
+        for text in (incarnation_tag(run, "rollout", 2), *others)
     ]
     try:
         for process in living:
             process.stdout.readline()
-        end_leftovers(run, "rollout", 2)
+        kill_leftovers(run, "rollout", 2)
         assert living[0].wait(60) == -signal.SIGKILL
         assert [process.poll() for process in living[1:]] == [None] * len(others)
     finally:

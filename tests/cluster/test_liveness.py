@@ -50,7 +50,7 @@ class World:
         self.groups[name] = SimpleNamespace(incarnation=incarnation, members=members)
 
     def look(self, done: frozenset[str] = frozenset()) -> list[tuple]:
-        return self.liveness.look(self.groups, done)
+        return self.liveness.poll(self.groups, done)
 
     def round(
         self, *beats: dict[str, Any], seconds: float = 2.0, done: frozenset[str] = frozenset()
@@ -95,7 +95,7 @@ def test_a_silent_role_is_dead_when_two_answers_say_so(world: World) -> None:
     assert world.round(beat("actor"), beat("rollout")) == [], "it was the hub that had been stopped"
     assert world.round(quiet, beat("rollout")) == []
     assert world.round(quiet, beat("rollout")) == [
-        ("actor", "actor", 1, "has given no sign for 30 s")
+        ("actor", "actor", 1, "has sent no heartbeat for 30 s")
     ]
 
 
@@ -115,7 +115,7 @@ def test_one_piece_of_work_may_take_long_but_not_for_ever(world: World) -> None:
     world.group("actor")
     for busy in (1800.0, 1801.0):
         assert world.round(beat("actor", busy_s=busy)) == []
-    reason = "has been at one piece of work for over 1800 s"
+    reason = "has worked on one task for over 1800 s"
     assert world.round(beat("actor", busy_s=1803.0)) == [("actor", "actor", 1, reason)]
 
 
@@ -124,7 +124,9 @@ def test_what_was_started_has_time_to_begin(world: World) -> None:
     for seconds in (2.0, 599.0):
         assert world.round(seconds=seconds) == []
     assert world.round() == []
-    assert world.round() == [("actor", "actor", 1, "has not begun to beat within 600 s")]
+    assert world.round() == [
+        ("actor", "actor", 1, "has sent no heartbeat within 600 s after its start")
+    ]
     world.group("actor", incarnation=2)
     assert [world.round(), world.round()] == [[], []], "the next incarnation has as much"
 
@@ -133,7 +135,9 @@ def test_what_was_taken_over_has_beaten_before(world: World) -> None:
     world.group("actor", process=None)
     for seconds in (2.0, 33.0, 2.0):
         assert world.round(seconds=seconds) == []
-    assert world.round() == [("actor", "actor", 1, "has not begun to beat within 34 s")]
+    assert world.round() == [
+        ("actor", "actor", 1, "has sent no heartbeat within 34 s after its start")
+    ]
 
 
 def test_roles_that_are_done_and_the_controller_are_left_alone(world: World) -> None:
@@ -157,7 +161,7 @@ def test_groups_of_others_are_dead_when_none_of_them_gives_a_sign(world: World) 
     assert world.round(*half, *gone, supervisor) == []
     assert not world.liveness.silent
     assert world.round(*half, *gone, supervisor) == [
-        ("rollout-3", "", 4, "has given no sign for 30 s")
+        ("rollout-3", "", 4, "has sent no heartbeat for 30 s")
     ]
     assert world.liveness.silent == {("rollout-2", 1), ("rollout-3", 4)}, (
         "of one a member is silent"
@@ -202,6 +206,4 @@ def test_one_part_of_loading_has_as_long_as_it_takes_to_read(world: World) -> No
     world.group("actor")
     slow, stuck = (beat("actor", loads=True, loading_s=seconds) for seconds in (1999.0, 2001.0))
     assert world.round(slow) == world.round(slow) == world.round(stuck) == []
-    assert world.round(stuck) == [
-        ("actor", "actor", 1, "has been loading without getting on for over 2000 s")
-    ]
+    assert world.round(stuck) == [("actor", "actor", 1, "has loaded one part for over 2000 s")]

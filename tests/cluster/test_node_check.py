@@ -19,7 +19,7 @@ from relax_hpc.cluster.sandbox import Sandbox
 from relax_hpc.cluster.sandbox.config_files import open_mpi
 from relax_hpc.cluster.sandbox.processes import until
 from relax_hpc.cluster.slurm import node_check
-from relax_hpc.cluster.slurm.allocation import Allocation, Place
+from relax_hpc.cluster.slurm.allocation import Allocation, GroupNodes
 from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.cluster.slurm.mpi import mpi_plugin
 from relax_hpc.cluster.slurm.node_check import check_nodes, read_reports
@@ -70,7 +70,11 @@ def look(
     monkeypatch.setenv("SLURM_CONF", str(sandbox.conf))
     monkeypatch.setenv("PYTHONPATH", str(run.code))
     launcher = StepLauncher(
-        run, config, Slurm(), Allocation(job, 0, "node1", {"actor": Place(job, 2)}), lambda: None
+        run,
+        config,
+        Slurm(),
+        Allocation(job, 0, "node1", {"actor": GroupNodes(job, 2)}),
+        lambda: None,
     )
     return check_nodes(launcher, ["actor"]).get("actor", ""), run
 
@@ -95,7 +99,7 @@ def test_a_step_that_hangs_ends_at_the_deadline_with_what_it_has_said() -> None:
     step = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_check, "_END_S", 0.2)
-        found = node_check._output(
+        found = node_check._read_output(
             node_check.NodeCheck("actor", load([]), step, time.monotonic() + 0.2, False)
         )
     assert found == ("said\n", True) and step.poll() is not None
@@ -118,7 +122,7 @@ def test_an_mpi_that_hangs_is_tried_again_and_ends_by_its_own_deadline(
     inside of it."""
     for name in ("_MPI_S", "_LOOK_S", "_END_S"):
         monkeypatch.setattr(node_check, name, 0.2)
-    monkeypatch.setattr(node_check, "with_ranks", lambda config, name: True)
+    monkeypatch.setattr(node_check, "needs_mpi", lambda config, name: True)
     monkeypatch.setattr(node_check, "container_command", lambda config, run_dir: [])
     config = load(
         [], {"layout": "jobs", "site.container.runtime": "apptainer", "site.mpi.launcher": "pmi2"}
@@ -126,11 +130,11 @@ def test_an_mpi_that_hangs_is_tried_again_and_ends_by_its_own_deadline(
     dump(config, RunDir(tmp_path).config)
     calls = tmp_path / "calls"
     words = ["bash", "-c", HANGS % (calls, calls, hangs)]
-    allocation = SimpleNamespace(places={"actor": Place("1", 1)})
+    allocation = SimpleNamespace(group_nodes={"actor": GroupNodes("1", 1)})
     launcher: Any = SimpleNamespace(
         run=RunDir(tmp_path),
         allocation=allocation,
-        place_words=lambda _: words,
+        srun_on_nodes=lambda _: words,
         nodes_of=lambda _: ["n1"],
     )
     said = check_nodes(launcher, ["actor"])
@@ -149,8 +153,10 @@ def test_what_a_site_says_in_another_encoding_ends_nothing(tmp_path: Path) -> No
     run = RunDir(tmp_path)
     dump(load([]), run.config)
     said = ["bash", "-c", r"printf 'f\374r heute\n'"]
-    allocation = SimpleNamespace(places={"actor": Place("1", 1)})
-    launcher: Any = SimpleNamespace(run=run, allocation=allocation, place_words=lambda place: said)
+    allocation = SimpleNamespace(group_nodes={"actor": GroupNodes("1", 1)})
+    launcher: Any = SimpleNamespace(
+        run=run, allocation=allocation, srun_on_nodes=lambda place: said
+    )
     assert "r heute" in check_nodes(launcher, ["actor"])["actor"]
 
 

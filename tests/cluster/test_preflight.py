@@ -12,7 +12,7 @@ import pytest
 
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm import node_probe
-from relax_hpc.cluster.slurm.node_probe import BadNodes, check_node, excluded, fabric_problems
+from relax_hpc.cluster.slurm.node_probe import BadNodes, check_node, excluded_nodes, fabric_problems
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_clock_that_is_off(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_repeat_offenders(run: RunDir) -> None:
-    assert excluded(run) == []
+    assert excluded_nodes(run) == []
     record = BadNodes(run)
     record.add("n1", "preflight", ["GPUs: found 3, needed: 4"])
     record.add("n2", "death", [])
@@ -139,7 +139,7 @@ def test_repeat_offenders(run: RunDir) -> None:
     with record.path.open("ab") as file:
         file.write(b'{"half": \n[]\n\xff\n')
     assert [entry["node"] for entry in record.records()] == ["n1", "n2", "n1"]
-    assert excluded(run) == ["n1"]
-    assert excluded(run, threshold=1) == ["n1", "n2"]
+    assert excluded_nodes(run) == ["n1"]
+    assert excluded_nodes(run, threshold=1) == ["n1", "n2"]
     # A day later they count as mended.
-    assert excluded(run, now=record.records()[-1]["time"] + node_probe.FORGET_S + 1) == []
+    assert excluded_nodes(run, now=record.records()[-1]["time"] + node_probe.FORGET_S + 1) == []

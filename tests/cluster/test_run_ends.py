@@ -70,7 +70,7 @@ def test_the_end_of_a_run_is_known_at_once(
                 )
         process.kill() if sign_of_end == "gone" else None
     if stop:
-        requests.ask_to_stop(run, *stop)
+        requests.request_stop(run, *stop)
     run_status = status(run, 0.05)
     assert (run_status["state"], run_status["exit_code"]) == (state, code)
     assert {group["state"] for group in run_status["groups"].values()} == {"ended"}

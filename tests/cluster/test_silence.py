@@ -12,8 +12,8 @@ import pytest
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.commands import SlurmError
 from relax_hpc.cluster.slurm.node_check import exclude_option
-from relax_hpc.cluster.slurm.silent_groups import Silence
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.silent_groups import SilentGroups
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.config import Config
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.roster import claim_incarnation
@@ -35,12 +35,12 @@ class World:
     told: list[tuple[str, ...]] = field(default_factory=list)
     failures: World | None = None
     """This one: how failures are judged is told like all else."""
-    roll: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(elsewhere={}))
+    table: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(detached={}))
     terminal: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(say=print))
-    disk: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(hinders=lambda: False))
+    disk: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(is_full=lambda: False))
     now: float = 0.0
     beats: int = 0
-    silence: Silence | None = None
+    silence: SilentGroups | None = None
 
     def sleep(self, seconds: float, suspected: int = 1) -> None:
         """A tick a second, in which a member of the group is silent."""
@@ -84,13 +84,13 @@ class World:
         if self.new == "no answer":
             raise SlurmError("sbatch: no answer", timed_out=True)
         if self.new:
-            Ledger(self.run).add(Entry(self.new, "group", name))
+            Ledger(self.run).add(Submission(self.new, "group", name))
         return self.new
 
-    def judge(self, name: str, reason: str) -> None:
+    def check_failure(self, name: str, reason: str) -> None:
         self.told.append(("judge", name))
 
-    def each_wait(self) -> None:
+    def before_wait(self) -> None:
         pass
 
 
@@ -102,30 +102,30 @@ LEASE_S = 30.0
 def world(run_dir: Path) -> World:
     run = RunDir(run_dir)
     claim_incarnation(run, "rollout")
-    Ledger(run).add(Entry("7", "group", "rollout"))
+    Ledger(run).add(Submission("7", "group", "rollout"))
     world = World(run, Config())
     world.config.liveness.lease_s = LEASE_S
     world.failures = world
-    world.silence = Silence(run, world.config, world, world.submit)
+    world.silence = SilentGroups(run, world.config, world, world.submit)
     world.beat()
     return world
 
 
 def test_on_a_full_disk_a_supervisor_that_stands_still_says_nothing(world: World) -> None:
-    world.disk.hinders = lambda: True
+    world.disk.is_full = lambda: True
     world.sleep(3 * LEASE_S)
     assert not world.told
-    world.disk.hinders = lambda: False
+    world.disk.is_full = lambda: False
     world.sleep(30.0)
     assert world.told == REPLACED, "it is as silent with room again"
 
 
 def test_it_goes_to_another_job_once(world: World) -> None:
-    world.roll.elsewhere["rollout"] = "7"
+    world.table.detached["rollout"] = "7"
     world.sleep(LEASE_S - 1.0)
     assert not world.told
     world.sleep(60.0)
-    assert world.told == REPLACED and world.roll.elsewhere == {"rollout": "8"}
+    assert world.told == REPLACED and world.table.detached == {"rollout": "8"}
 
 
 def test_a_supervisor_that_beats_is_left_to_it(world: World) -> None:
@@ -208,10 +208,12 @@ def test_a_group_whose_supervisor_never_beat_is_not_judged(world: World) -> None
 def test_the_former_job_of_a_group_knows_that_it_is_one(world: World) -> None:
     ledger = Ledger(world.run)
     assert not ledger.superseded("7", "rollout")
-    ledger.add(Entry("8", "group", "rollout", options=["--time=30"]))
+    ledger.add(Submission("8", "group", "rollout", options=["--time=30"]))
     assert ledger.superseded("7", "rollout") and not ledger.superseded("8", "rollout")
     assert not ledger.superseded("9", "rollout"), "the ledger does not know it"
-    assert not ledger.superseded("7", "") and ledger.newest("rollout").options == ["--time=30"]
+    assert not ledger.superseded("7", "") and ledger.separate_job("rollout").options == [
+        "--time=30"
+    ]
 
 
 def test_the_node_is_excluded_beside_what_the_user_has_chosen(world: World) -> None:

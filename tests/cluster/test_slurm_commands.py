@@ -161,7 +161,7 @@ def test_a_queue_that_cannot_be_read_leaves_the_submission_open(
 ) -> None:
     fake.answer("sbatch", **UNSURE)
     fake.answer("squeue", **DOWN)
-    with pytest.raises(SlurmError, match="whether the job was made is not known"):
+    with pytest.raises(SlurmError, match="it is not known whether the job was created"):
         Slurm(tries=1).submit(script)
     assert len(fake.calls("sbatch")) == 1
 

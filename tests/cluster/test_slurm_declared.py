@@ -15,7 +15,7 @@ import pytest
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.cluster.sandbox import Sandbox
 from relax_hpc.cluster.slurm.het_options import INHERITED
-from relax_hpc.cluster.slurm.layout import Component, components, seconds
+from relax_hpc.cluster.slurm.layout import Component, components, time_limit_s
 from relax_hpc.cluster.slurm.render import render
 from relax_hpc.config import Config, load
 from tests.cluster.test_render import SIZES, gpus_of, nodes_of
@@ -84,7 +84,7 @@ def check(found: dict[str, str], part: Component) -> None:
     assert int(found["CPUs/Task"]) == part.cpus_per_task
     assert found["Partition"] == part.options["partition"]
     days, _, clock = found["TimeLimit"].rpartition("-")
-    assert seconds(f"{days or 0}-{clock}", "TimeLimit") == seconds(part.time, "time")
+    assert time_limit_s(f"{days or 0}-{clock}", "TimeLimit") == time_limit_s(part.time, "time")
     assert found.get("TresPerNode") == (
         f"gres:gpu:{part.gpus_per_node}" if part.gpus_per_node else None
     )
@@ -188,7 +188,7 @@ def test_memory_of_the_hub_alone_is_refused() -> None:
         options={"mem-per-cpu": "4G"}
     )
     with pytest.raises(
-        ConfigError, match=r"rollout.resources.memory: found none beside mem-per-cpu 4G, with which"
+        ConfigError, match=r"rollout.resources.memory: found none, but mem-per-cpu 4G, with which"
     ):
         render(config)
 

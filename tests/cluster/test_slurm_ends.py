@@ -14,7 +14,7 @@ import pytest
 
 from relax_hpc.base.errors import EXIT_NO_PROGRESS
 from relax_hpc.cluster.sandbox import Sandbox
-from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.cluster.supervise.requests import read_stop_request
 from tests.cluster.slurm_runs import START_S, TWO_GROUPS, submitted
 from tests.helpers.run_helpers import ALL, merged
 from tests.helpers.slurm_sandbox import requires_sandbox
@@ -32,7 +32,7 @@ HELD = {"resources": {"nodes": 1, "options": {"hold": ""}}}
 def test_a_crash_loop_ends_the_run(layout: str, sandbox: Sandbox, tmp_path: Path) -> None:
     crashes = {"groups": {"rollout": crashing(tmp_path, nodes=2)}, "liveness": {"max_restarts": 2}}
     with submitted(sandbox, tmp_path, layout, merged(TWO_GROUPS, crashes)) as live:
-        asked = live.wait_until(lambda: asked_to_stop(live.run), "it gives up", START_S)
+        asked = live.wait_until(lambda: read_stop_request(live.run), "it gives up", START_S)
         assert asked["code"] == EXIT_NO_PROGRESS and "max_restarts" in asked["reason"]
         live.assert_nothing_left()
         live.survived("a crash loop: it ends with code 93 and gives everything back")
@@ -49,7 +49,7 @@ def test_a_crash_loop_ends_what_is_queued_too(sandbox: Sandbox, tmp_path: Path) 
         "liveness": {"max_restarts": 1},
     }
     with submitted(sandbox, tmp_path, "jobs", one | {"groups": groups}) as live:
-        asked = live.wait_until(lambda: asked_to_stop(live.run), "it gives up", START_S)
+        asked = live.wait_until(lambda: read_stop_request(live.run), "it gives up", START_S)
         assert asked["code"] == EXIT_NO_PROGRESS and asked["reason"].startswith(
             "rollout: ended 2 times"
         )

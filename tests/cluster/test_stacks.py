@@ -16,10 +16,10 @@ import pytest
 
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.commands import Slurm
-from relax_hpc.cluster.slurm.steps import Steps
+from relax_hpc.cluster.slurm.steps import SlurmSteps
 from relax_hpc.cluster.supervise import group
 from relax_hpc.cluster.supervise.group import Member
-from relax_hpc.cluster.supervise.processes import Processes
+from relax_hpc.cluster.supervise.processes import LocalProcesses
 from relax_hpc.net.rendezvous.process import handles_stack_signal
 from tests.helpers.fake_slurm import FakeSlurm
 
@@ -44,7 +44,7 @@ hangs()
 
 
 @contextmanager
-def hanging(run: RunDir) -> Iterator[tuple[Processes, psutil.Process]]:
+def hanging(run: RunDir) -> Iterator[tuple[LocalProcesses, psutil.Process]]:
     """An incarnation whose only rank hangs in native code, and a child of it that knows of no such
     signal."""
     run.create()
@@ -56,7 +56,7 @@ def hanging(run: RunDir) -> Iterator[tuple[Processes, psutil.Process]]:
             words, stdout=subprocess.PIPE, stderr=log, cwd=Path(__file__).parents[2]
         )
     child = psutil.Process(int(process.stdout.readline().split()[1]))
-    incarnation = Processes(run, "rollout", 1, [Member.of("rollout", process)])
+    incarnation = LocalProcesses(run, "rollout", 1, [Member.from_process("rollout", process)])
     try:
         yield incarnation, child
     finally:
@@ -115,7 +115,7 @@ def test_the_steps_of_a_group_are_signalled_by_slurm(
     slurm.set(jobs={"7": {"state": "RUNNING", "steps": steps}})
     run = RunDir(tmp_path / "run")
     run.create()
-    Steps(run, "actor", 2, [Member("actor")], Slurm(), "7").dump_stacks()
+    SlurmSteps(run, "actor", 2, [Member("actor")], Slurm(), "7").dump_stacks()
     assert [call["argv"] for call in slurm.calls("scancel")] == [["--signal=USR1", "7.3"]]
 
 
@@ -125,8 +125,8 @@ def test_a_node_that_does_not_answer_is_not_waited_for(
     """Slurm tries for 20 s to reach it, which the group would need in vain."""
     monkeypatch.setattr(group, "_STACKS_S", 0.05)
     asked, answers = threading.Event(), threading.Event()
-    steps = Steps(RunDir(tmp_path / "run"), "actor", 2, [Member("actor")], Slurm(), "7")
-    monkeypatch.setattr(Steps, "ask_for_stacks", lambda _: (asked.set(), answers.wait(60)))
+    steps = SlurmSteps(RunDir(tmp_path / "run"), "actor", 2, [Member("actor")], Slurm(), "7")
+    monkeypatch.setattr(SlurmSteps, "request_stacks", lambda _: (asked.set(), answers.wait(60)))
     steps.dump_stacks()
     assert asked.wait(60) and not answers.is_set()
     answers.set()

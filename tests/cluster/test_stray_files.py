@@ -9,12 +9,12 @@ import pytest
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.supervise import launch_records, requests
 from relax_hpc.cluster.supervise.attempts import latest_attempt, new_attempt
 from relax_hpc.cluster.supervise.incarnations import _nodes
-from relax_hpc.cluster.supervise.lease import Lease, holder_of, outcome_of
-from relax_hpc.cluster.supervise.requests import Request
+from relax_hpc.cluster.supervise.lease import Lease, lease_holder, read_outcome
+from relax_hpc.cluster.supervise.requests import GroupRequest
 from relax_hpc.commands.run_setup import check_resumable, reopen
 from relax_hpc.config import Config, dump, load_resolved
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> RunDir:
 )
 def test_what_is_no_request_is_answered_and_other_files_are_left_alone(run, content):
     folder = run.root / "requests"
-    good = requests.ask(run, "restart", "actor")
+    good = requests.send_request(run, "restart", "actor")
     leave(folder / "000002.json", content)
     for name in (
         "notes.json",
@@ -55,22 +55,26 @@ def test_what_is_no_request_is_answered_and_other_files_are_left_alone(run, cont
         "².json",
     ):
         leave(folder / name, content)
-    assert requests.pending(run, lambda _: True) == [good] == requests.pending(run, lambda _: True)
-    answer = requests.wait_for_answer(run, Request(2, "", ""), 1.0)
+    assert (
+        requests.pending_requests(run, lambda _: True)
+        == [good]
+        == requests.pending_requests(run, lambda _: True)
+    )
+    answer = requests.wait_for_answer(run, GroupRequest(2, "", ""), 1.0)
     assert "000002.json: no request: op is one of release, restart, start" in answer["error"]
     assert {path.name for path in folder.glob("*.answer.json")} == {
         "000002.answer.json",
         "backup.answer.json",
     }
-    assert requests.ask(run, "start", "rollout-2").number == 3
+    assert requests.send_request(run, "start", "rollout-2").number == 3
 
 
 @pytest.mark.parametrize("content", [c for c in [*ODD, WRONG] if c is not None])
 def test_a_stop_that_nobody_asked_for_is_none_and_a_right_one_takes_its_place(run, content):
     leave(run.stop, content)
-    assert requests.asked_to_stop(run) == {}
-    requests.ask_to_stop(run, 93, "in circles")
-    assert requests.asked_to_stop(run) == {"code": 93, "reason": "in circles"}
+    assert requests.read_stop_request(run) == {}
+    requests.request_stop(run, 93, "in circles")
+    assert requests.read_stop_request(run) == {"code": 93, "reason": "in circles"}
 
 
 @pytest.mark.parametrize("content", [*ODD, WRONG])
@@ -104,7 +108,8 @@ def test_what_groups_tell_each_other_is_read_where_it_is_sound(run, content):
         and launch_records.read_mark(run, "actor", 1, "actor") == {}
     )
     assert (
-        not launch_records.all_ended(run, config, "actor") and outcome_of(run, "actor", "7") is None
+        not launch_records.all_ended(run, config, "actor")
+        and read_outcome(run, "actor", "7") is None
     )
     assert status(run, 0.1)["groups"]["actor"]["state"] in ("absent", "ended")
     if content is not None:
@@ -117,17 +122,17 @@ def test_a_lease_of_anything_stands_still(run, content):
     claim_incarnation(run, "supervisor")
     leave(run.rendezvous("supervisor") / "lease", content)
     lease = Lease(run, "supervisor", Config().liveness, "node")
-    assert not lease.free() and lease.former == 1 and holder_of(run, "supervisor") == {}
+    assert not lease.is_free() and lease.former == 1 and lease_holder(run, "supervisor") == {}
 
 
 @pytest.mark.parametrize("content", [*ODD, WRONG, b'{"job": "7"}'])
 def test_the_ledger_knows_the_jobs_that_were_entered(run, content):
     ledger = Ledger(run)
-    ledger.add(Entry("41", "run"))
+    ledger.add(Submission("41", "run"))
     leave(ledger.folder / "000002.json", content)
     for name in ("1.json", "7notes.json", "000001.json.orig"):
         leave(ledger.folder / name, content)
-    ledger.add(Entry("42", "group", "actor"))
+    ledger.add(Submission("42", "group", "actor"))
     assert [entry.job for entry in ledger.entries()] == ["41", "42"]
     assert [path.name for path in sorted(ledger.folder.glob("00000*.json"))][-1] == "000003.json"
 

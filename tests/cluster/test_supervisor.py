@@ -18,7 +18,7 @@ from relax_hpc.base.errors import (
     RelaxError,
 )
 from relax_hpc.cluster.supervise import failures, requests, starts
-from relax_hpc.cluster.supervise.disk_watch import NoRoom
+from relax_hpc.cluster.supervise.disk_watch import NoDiskSpace
 from relax_hpc.cluster.supervise.group import Unavailable
 from relax_hpc.cluster.supervise.launch_records import read_mark
 from relax_hpc.cluster.supervise.supervisor import Outcome
@@ -58,11 +58,13 @@ def test_a_wait_for_a_group_ends_in_good_order_at_its_limit(
     world.config.liveness.longest_wait_s = 60.0
 
     def wait() -> None:
-        world.supervisor.liveness.lacking = {"actor": {"why": "is not there", "since_s": since_s}}
+        world.supervisor.liveness.awaited_groups = {
+            "actor": {"why": "is not there", "since_s": since_s}
+        }
 
-    stop = [wait, lambda: None, lambda: None, lambda: requests.ask_to_stop(world.run)]
+    stop = [wait, lambda: None, lambda: None, lambda: requests.request_stop(world.run)]
     assert world.supervise("hub", "rollout", then=world.once(*stop)) is Outcome.STOPPED
-    asked = requests.asked_to_stop(world.run)
+    asked = requests.read_stop_request(world.run)
     assert asked["code"] == (EXIT_RETRY if over else EXIT_DONE)
     assert ("actor: is not there, and the others have waited" in asked["reason"]) == over
     assert not world.told("down") or world.asked, "in good order"
@@ -79,11 +81,13 @@ def test_a_stop_that_a_full_disk_does_not_take_is_asked_for_again(
     world.config.liveness.longest_wait_s = 60.0
 
     def wait() -> None:
-        world.supervisor.liveness.lacking = {"actor": {"why": "is not there", "since_s": 61.0}}
+        world.supervisor.liveness.awaited_groups = {
+            "actor": {"why": "is not there", "since_s": 61.0}
+        }
 
-    monkeypatch.setattr(requests, "ask_to_stop", at_first_in_vain(requests.ask_to_stop, FULL))
+    monkeypatch.setattr(requests, "request_stop", at_first_in_vain(requests.request_stop, FULL))
     assert world.supervise("hub", "rollout", then=wait) is Outcome.STOPPED
-    assert requests.asked_to_stop(world.run)["code"] == EXIT_RETRY
+    assert requests.read_stop_request(world.run)["code"] == EXIT_RETRY
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_one_role_of_several_takes_its_group_along(world: World) -> None:
     world.plans = {"both": ["lives", "done:0"]}
 
     def kill_first() -> None:
-        group = world.supervisor.roll.here["both"]
+        group = world.supervisor.table.supervised["both"]
         if group.incarnation == 1:
             group.members[0].process.kill()
 
@@ -126,7 +130,7 @@ def test_what_trying_again_cannot_mend_ends_the_run(
     world.plans = {"actor": [mark]}
     with pytest.raises(error, match=r"actor: it says so \(log: .*logs/actor/inc-000001"):
         world.supervise("rollout", "actor")
-    assert requests.asked_to_stop(world.run)["code"] == code
+    assert requests.read_stop_request(world.run)["code"] == code
     assert world.started == [("rollout", 1), ("actor", 1)]
 
 
@@ -152,7 +156,7 @@ def test_a_programming_error_before_progress_ends_the_run(
     world.plans = {"actor": ["mistyped"]}
     with pytest.raises(ConfigError, match=r"actor: NameError: name 'x' is not defined \(log: "):
         world.supervise("rollout", "actor")
-    assert requests.asked_to_stop(world.run)["code"] == 78
+    assert requests.read_stop_request(world.run)["code"] == 78
     assert world.started == [("rollout", 1), ("actor", 1)]
 
 
@@ -178,7 +182,7 @@ def test_a_group_may_be_one_that_ends_the_run(world: World) -> None:
     world.plans = {"actor": ["failed:75"]}
     with pytest.raises(RelaxError, match=r"it says so; groups.actor.on_failure is stop_run"):
         world.supervise("actor")
-    assert requests.asked_to_stop(world.run)["code"] == 75
+    assert requests.read_stop_request(world.run)["code"] == 75
 
 
 @pytest.mark.parametrize(("policy", "whole"), [("resubmit", True), ("restart", False)])
@@ -187,7 +191,7 @@ def test_a_group_goes_to_a_job_of_its_own(world: World, policy: str, whole: bool
     world.plans = {"rollout": ["crashes"]}
     world.answers |= {"whole": whole, "hand_over": "77"}
     assert world.supervise("rollout", then=world.go_on_in_a_job) is Outcome.FINISHED
-    assert world.started == [("rollout", 1)] and world.supervisor.roll.elsewhere == {
+    assert world.started == [("rollout", 1)] and world.supervisor.table.detached == {
         "rollout": "77"
     }
     assert [name for name, _ in world.handed] == ["rollout"]
@@ -211,7 +215,7 @@ def test_where_no_job_can_be_had_and_nothing_is_left_the_job_makes_way(world: Wo
 
 
 def end_when_rollout_is_back(world: World) -> None:
-    if ("rollout", 2) in world.started and "actor" in world.supervisor.roll.here:
+    if ("rollout", 2) in world.started and "actor" in world.supervisor.table.supervised:
         world.end_the_actor()
 
 
@@ -226,11 +230,12 @@ def test_an_outage_ends_nothing_but_is_waited_for(world: World, error: Exception
         is Outcome.FINISHED
     )
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout", 2)]
-    assert world.said().count("rollout: cannot be brought back yet") == 2
+    assert world.said().count("rollout: cannot be restarted yet") == 2
 
 
 @pytest.mark.parametrize(
-    "what", ["requests.pending", "requests.asked_to_stop", "failures.fruitless"]
+    "what",
+    ["requests.pending_requests", "requests.read_stop_request", "failures.count_fruitless_starts"],
 )
 def test_a_read_that_fails_is_tried_again(
     world: World, monkeypatch: pytest.MonkeyPatch, what: str
@@ -266,26 +271,26 @@ def test_no_job_is_asked_for_while_nothing_can_be_written(
     world.plans, world.answers["whole"], full = {"actor": ["killed"]}, False, [True, True]
 
     def room() -> None:
-        if "actor" in world.supervisor.roll.here or not full:
+        if "actor" in world.supervisor.table.supervised or not full:
             return
         full.pop()
         assert not world.handed
-        raise NoRoom("full")
+        raise NoDiskSpace("full")
 
     def then() -> None:
-        world.supervisor.disk.check_room = room
+        world.supervisor.disk.check_space = room
         if world.handed:
-            requests.ask_to_stop(world.run)
+            requests.request_stop(world.run)
 
     world.answers["hand_over"] = "12"
-    world.on_start = lambda *_: setattr(world.supervisor.disk, "check_room", room)
+    world.on_start = lambda *_: setattr(world.supervisor.disk, "check_space", room)
     assert world.supervise("actor", then=then) is Outcome.STOPPED
     assert [name for name, _ in world.handed] == ["actor"] and not full
 
 
 def test_what_no_waiting_mends_is_raised(world: World) -> None:
     error = Unavailable("sbatch: invalid partition")
-    error.later = False
+    error.is_temporary = False
     world.plans, world.answers = {"rollout": ["crashes"]}, world.answers | {"whole": error}
     with pytest.raises(Unavailable):
         world.supervise("rollout")
@@ -299,7 +304,7 @@ def test_going_in_circles_ends_the_run(world: World) -> None:
     ):
         world.supervise("rollout", "actor")
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout", 2), ("rollout", 3)]
-    assert requests.asked_to_stop(world.run)["code"] == 93
+    assert requests.read_stop_request(world.run)["code"] == 93
 
 
 MEMORY = "engine:ValueError: Loaded weights leave no memory, raise mem_fraction_static above 0.14"
@@ -317,7 +322,7 @@ def test_an_engine_that_fails_twice_by_the_same_error_ends_the_run(world: World)
     with pytest.raises(ConfigError, match=text):
         world.supervise("rollout", "actor")
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout", 2)]
-    assert requests.asked_to_stop(world.run)["code"] == EXIT_CONFIG
+    assert requests.read_stop_request(world.run)["code"] == EXIT_CONFIG
 
 
 @pytest.mark.parametrize(
@@ -345,7 +350,7 @@ def test_a_further_member_that_never_starts_is_left_out(world: World, layout: st
     assert [name for name, _ in world.started].count("rollout-2") == 2
     text = "rollout-2: not started again, the run continues without it: ValueError: Loaded"
     assert text in world.said()
-    assert not requests.asked_to_stop(world.run)
+    assert not requests.read_stop_request(world.run)
 
 
 def test_progress_between_two_deaths_lets_it_go_on(world: World) -> None:
@@ -362,9 +367,11 @@ def test_progress_between_two_deaths_lets_it_go_on(world: World) -> None:
 
 def test_a_hang_is_a_death(world: World) -> None:
     world.plans = {"rollout": ["deaf", "done:0"]}
-    hangs = world.once(lambda: world.supervisor.hangs("rollout", "rollout", 1, "has given no sign"))
+    hangs = world.once(
+        lambda: world.supervisor.handle_hang("rollout", "rollout", 1, "has given no sign")
+    )
     assert world.supervise("rollout", then=hangs) is Outcome.FINISHED
-    world.supervisor.hangs("rollout", "rollout", 1, "of an incarnation that is over")
+    world.supervisor.handle_hang("rollout", "rollout", 1, "of an incarnation that is over")
     assert world.started == [("rollout", 1), ("rollout", 2)]
 
 
@@ -372,8 +379,8 @@ def test_a_hang_is_a_death(world: World) -> None:
 def test_what_a_silent_group_of_others_held_goes_to_others(world: World, layout: str) -> None:
     names = ("hub", "actor") if layout == "het" else ("actor",)
     silent = world.once(
-        lambda: world.supervisor.hangs("rollout-2", "", 3, "has given no sign"),
-        lambda: requests.ask_to_stop(world.run),
+        lambda: world.supervisor.handle_hang("rollout-2", "", 3, "has given no sign"),
+        lambda: requests.request_stop(world.run),
     )
     world.supervise(*names, then=silent)
     expected = [{"group": "rollout-2", "incarnation": 3}] if "hub" in names else []

@@ -24,14 +24,14 @@ from tests.cluster.supervisor_helpers import Adopted, World, world_fixture  # no
 
 def test_asked_to_stop_the_actor_ends_first_and_the_hub_last(world: World) -> None:
     names = ["hub", "rollout", "actor", "reference"]
-    stop = world.once(lambda: requests.ask_to_stop(world.run))
+    stop = world.once(lambda: requests.request_stop(world.run))
     assert world.supervise(*names, then=stop) is Outcome.STOPPED
     assert [name for name, _ in world.asked] in (
         ["actor", "rollout", "reference", "hub"],
         ["actor", "reference", "rollout", "hub"],
     )
     assert world.asked[0][1] == {"hub", "rollout", "reference"} and world.asked[-1][1] == set()
-    assert not world.supervisor.roll.here
+    assert not world.supervisor.table.supervised
     marks = [
         read_mark(world.run, name, 1, role)
         for name in names
@@ -43,7 +43,7 @@ def test_asked_to_stop_the_actor_ends_first_and_the_hub_last(world: World) -> No
 def test_what_does_not_end_is_killed_and_nobody_waits_for_its_word(world: World) -> None:
     world.config.liveness.stop_timeout_s = 0.3
     world.plans = {"actor": ["deaf"]}
-    stop = world.once(lambda: requests.ask_to_stop(world.run))
+    stop = world.once(lambda: requests.request_stop(world.run))
     assert world.supervise("actor", "rollout", then=stop) is Outcome.STOPPED
     assert read_mark(world.run, "actor", 1, "actor")["reason"] == "ended by its supervisor"
 
@@ -57,7 +57,7 @@ def test_a_signal_interrupts_and_a_second_one_cuts_the_waiting_short(world: Worl
             os.kill(os.getpid(), signal.SIGTERM)
 
     def interrupt() -> None:
-        world.supervisor.each_wait = again
+        world.supervisor.before_wait = again
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert world.supervise("actor", then=world.once(interrupt)) is Outcome.INTERRUPTED
@@ -120,7 +120,7 @@ def test_a_fenced_supervisor_touches_nothing_that_its_successor_has(world: World
         "an older incarnation than the newest is nobody's"
     )
     assert world.told("down") == [] and world.asked == []
-    assert not world.supervisor.roll.here["reference"].members, "its own children go with it"
+    assert not world.supervisor.table.supervised["reference"].members, "its own children go with it"
 
 
 def test_a_supervisor_that_fails_leaves_what_another_can_take_over(world: World) -> None:
@@ -131,7 +131,7 @@ def test_a_supervisor_that_fails_leaves_what_another_can_take_over(world: World)
 
     with pytest.raises(ValueError, match="a bug"):
         world.supervise("rollout", "actor", then=world.once(bug))
-    assert mine.fate == "left" and not world.supervisor.roll.here["actor"].members
+    assert mine.fate == "left" and not world.supervisor.table.supervised["actor"].members
 
 
 def test_a_fenced_supervisor_that_is_told_to_stop_stops_nothing(world: World) -> None:
@@ -151,9 +151,12 @@ def test_a_fenced_supervisor_that_is_told_to_stop_stops_nothing(world: World) ->
 
 def asks(world: World, *wanted: tuple[str, str]) -> Callable[[], None]:
     """Requests one after the other, then the order to stop."""
-    orders = [lambda op=op, group=group: requests.ask(world.run, op, group) for op, group in wanted]
+    orders = [
+        lambda op=op, group=group: requests.send_request(world.run, op, group)
+        for op, group in wanted
+    ]
     rounds = [order for each in orders for order in (each, lambda: None)]
-    return world.once(*rounds, lambda: requests.ask_to_stop(world.run))
+    return world.once(*rounds, lambda: requests.request_stop(world.run))
 
 
 def test_members_of_a_local_run_are_started_restarted_and_released(world: World) -> None:
@@ -167,7 +170,7 @@ def test_members_of_a_local_run_are_started_restarted_and_released(world: World)
     assert world.supervise("rollout", "actor", then=asks(world, *wanted)) is Outcome.STOPPED
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout-2", 1), ("rollout", 2)]
     assert [name for name, _ in world.asked[:2]] == ["rollout", "rollout-2"], "in good order"
-    assert "rollout-2" not in world.supervisor.roll.names and not requests.pending(
+    assert "rollout-2" not in world.supervisor.table.names and not requests.pending_requests(
         world.run, lambda _: True
     )
 
@@ -202,19 +205,21 @@ def test_requests_about_groups_of_others_are_left_to_them(world: World) -> None:
         then=asks(world, ("restart", "actor"), ("start", "rollout-2"), ("restart", "nobody")),
     )
     assert world.started == [("rollout", 1)]
-    assert len(requests.pending(world.run, lambda _: True)) == 3
+    assert len(requests.pending_requests(world.run, lambda _: True)) == 3
 
 
 def test_a_group_that_is_released_goes_on_in_a_job_that_somebody_else_submits(world: World) -> None:
     world.config.layout = "het"
     then = world.once(
-        lambda: requests.ask(world.run, "release", "rollout"), lambda: None, world.end_the_actor
+        lambda: requests.send_request(world.run, "release", "rollout"),
+        lambda: None,
+        world.end_the_actor,
     )
     assert (
         world.supervise("rollout", "actor", then=lambda: (then(), world.go_on_in_a_job()))
         is Outcome.FINISHED
     )
-    assert world.handed == [("rollout", RELEASED)] and world.supervisor.roll.elsewhere == {
+    assert world.handed == [("rollout", RELEASED)] and world.supervisor.table.detached == {
         "rollout": ""
     }
     assert world.started == [("rollout", 1), ("actor", 1)]
@@ -222,6 +227,6 @@ def test_a_group_that_is_released_goes_on_in_a_job_that_somebody_else_submits(wo
 
 def test_a_supervisor_all_of_whose_groups_are_released_is_no_longer_needed(world: World) -> None:
     world.config.layout = "jobs"
-    then = world.once(lambda: requests.ask(world.run, "release", "rollout"))
+    then = world.once(lambda: requests.send_request(world.run, "release", "rollout"))
     assert world.supervise("rollout", then=then) is Outcome.RELEASED
     assert [name for name, _ in world.asked] == ["rollout"]

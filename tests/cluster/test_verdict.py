@@ -14,7 +14,7 @@ from relax_hpc.cluster.supervise.verdict import (
     Evidence,
     Fate,
     Verdict,
-    ended_in_order,
+    ended_normally,
     verdict,
 )
 from relax_hpc.config.schema import LivenessConfig
@@ -112,8 +112,8 @@ def test_slurms_word_on_a_groups_own_job_is_more_than_beats(
 def test_a_silent_supervisor_in_a_job_that_has_run_all_the_while_is_gone(
     still_s: float, used_s: float, fate: Fate
 ) -> None:
-    assert said(job="RUNNING", job_used_s=used_s, supervisor_still_s=still_s).fate is fate
-    assert said(job="PENDING", job_used_s=used_s, supervisor_still_s=still_s).fate is Fate.WAITS
+    assert said(job="RUNNING", job_used_s=used_s, supervisor_silent_s=still_s).fate is fate
+    assert said(job="PENDING", job_used_s=used_s, supervisor_silent_s=still_s).fate is Fate.WAITS
 
 
 def test_of_others_all_members_have_to_be_silent() -> None:
@@ -124,9 +124,7 @@ def test_of_others_all_members_have_to_be_silent() -> None:
 
 def test_who_waits_or_loads_beats_and_lives_and_who_is_at_one_thing_for_too_long_does_not() -> None:
     at_work = [{"age_s": 0.5, "busy_s": 1801.0}]
-    assert said(beats=at_work) == Verdict(
-        Fate.DEAD, "has been at one piece of work for over 1800 s"
-    )
+    assert said(beats=at_work) == Verdict(Fate.DEAD, "has worked on one task for over 1800 s")
     assert said(beats=[{"age_s": 0.5, "busy_s": 0.0, "loads": True}], known_s=1e6) is LIVES
 
 
@@ -136,13 +134,13 @@ def test_who_loads_without_getting_on_hangs() -> None:
         said(beats=stuck, load_s=2000.0) is LIVES
         and said(beats=stuck, load_s=1800.0, others=True) is LIVES
     )
-    hang = "has been loading without getting on for over 1800 s"
+    hang = "has loaded one part for over 1800 s"
     assert said(beats=stuck, load_s=1800.0) == Verdict(Fate.DEAD, hang)
 
 
 def test_a_group_is_over_when_all_of_it_ended_in_order() -> None:
     assert (
-        ended_in_order([DONE, STOPPED])
-        and not ended_in_order([DONE, FAILED])
-        and not ended_in_order([DONE, {}])
+        ended_normally([DONE, STOPPED])
+        and not ended_normally([DONE, FAILED])
+        and not ended_normally([DONE, {}])
     )

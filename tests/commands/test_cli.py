@@ -370,7 +370,7 @@ def test_a_run_is_resumed_as_it_was_started(
     monkeypatch.setattr(
         submit_module, "submit", lambda config, *about: seen.append((config, *about)) or 0
     )
-    monkeypatch.setattr(job_lookup, "check_gone", lambda *_: None)
+    monkeypatch.setattr(job_lookup, "check_no_live_jobs", lambda *_: None)
     here, there = RunDir(tmp_path / "here"), RunDir(tmp_path / "there")
     cluster = str(Path(QUICKSTART).parents[1] / "clusters" / "sandbox.yaml")
     for run, files in ((here, [QUICKSTART]), (there, [QUICKSTART, cluster])):

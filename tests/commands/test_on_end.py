@@ -11,8 +11,8 @@ import pytest
 
 from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.base.rundir import RunDir, write_json
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
-from relax_hpc.cluster.supervise.requests import ask_to_stop
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
+from relax_hpc.cluster.supervise.requests import request_stop
 from relax_hpc.commands import head, on_end
 from relax_hpc.commands.head import Head
 from relax_hpc.commands.on_end import INTERRUPTED, report_end, reporting_end
@@ -36,7 +36,7 @@ def test_a_run_that_was_stopped(
     run_dir: Path, tmp_path: Path, config: Config, code: int, reason: str, state: str
 ) -> None:
     run = RunDir(run_dir)
-    ask_to_stop(run, code, reason)
+    request_stop(run, code, reason)
     report_end(run, config)
     assert (tmp_path / "report").read_text() == f"{state}|{run.root}|{reason}"
 
@@ -105,11 +105,11 @@ def test_a_run_whose_job_was_cancelled_is_reported_by_the_successor(
     run_dir: Path, tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir(run_dir)
-    Ledger(run).add(Entry("6", "group", "hub"))
-    Ledger(run).add(Entry("7", "successor", "hub", after="6"))
+    Ledger(run).add(Submission("6", "group", "hub"))
+    Ledger(run).add(Submission("7", "successor", "hub", after="6"))
 
     def heed(*_: object) -> bool:
-        ask_to_stop(run, 0, "job 6 was cancelled")
+        request_stop(run, 0, "job 6 was cancelled")
         return True
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from relax_hpc.base.rundir import RunDir, write_json
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.supervise import requests
-from relax_hpc.cluster.supervise.launch_records import Launch, record
-from relax_hpc.cluster.supervise.requests import Request
+from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
+from relax_hpc.cluster.supervise.requests import GroupRequest
 from relax_hpc.commands import resubmit, stop
 from relax_hpc.config import dump, load
 from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
@@ -73,7 +73,7 @@ def make_run(path: Path, layout: str = "jobs") -> RunDir:
 def begin(run: RunDir, name: str, job: str = "", beat_age_s: float | None = 0.0) -> int:
     """An incarnation of a group, with a beat that is so old; its incarnation."""
     incarnation = claim_incarnation(run, name)
-    record(run, name, incarnation, Launch(1, (0, 0, 0), job))
+    record_launch(run, name, incarnation, Launch(1, (0, 0, 0), job))
     publish_card(run, GroupCard(name, incarnation, [{"pid": 1, "node": "node1"}]))
     if beat_age_s is not None:
         beat = {
@@ -94,7 +94,7 @@ def submitted(run: RunDir, slurm: FakeSlurm, **states: str) -> None:
     jobs = slurm.state["jobs"]
     for number, name in enumerate(GROUPS, start=11):
         state = states.get(name, "RUNNING")
-        Ledger(run).add(Entry(str(number), "group", name, attempt=1))
+        Ledger(run).add(Submission(str(number), "group", name, attempt=1))
         if state:
             jobs[str(number)] = {"state": state, "nodes": 2, "node_list": "node[1-2]", "name": name}
         if state == "RUNNING":
@@ -128,12 +128,12 @@ class Supervisors:
                     value = json.loads(path.read_text())
                     self.seen.append((value["op"], value["group"]))
                     self._end_job(value)
-                    request = Request(int(path.name[:6]), value["op"], value["group"])
+                    request = GroupRequest(int(path.name[:6]), value["op"], value["group"])
                     requests.answer(self.run, request, **self.content)
 
     def _end_job(self, value: dict[str, str]) -> None:
         if self.slurm and value["op"] == "release":
-            entry = Ledger(self.run).newest(value["group"])
+            entry = Ledger(self.run).separate_job(value["group"])
             jobs = self.slurm.state["jobs"]
             jobs.pop(entry.job if entry else "", None)
             self.slurm.set(jobs=jobs)

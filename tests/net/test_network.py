@@ -22,7 +22,7 @@ from relax_hpc.base.metrics import spans
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.cluster.supervise.launch_records import read_mark
-from relax_hpc.cluster.supervise.processes import family, kill, role_words
+from relax_hpc.cluster.supervise.processes import kill_processes, process_tree, role_arguments
 from relax_hpc.config import dump, load
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.net.rendezvous import network
@@ -305,7 +305,7 @@ def test_ranks_that_hang_in_mpi_say_so_before_they_are_taken_for_dead(
             PYTHON,
         ]
     subprocess.run(
-        [*words, *role_words(run, "rollout", "rollout", 1), "--watch"],
+        [*words, *role_arguments(run, "rollout", "rollout", 1), "--watch"],
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
         timeout=120,
         capture_output=True,
@@ -377,12 +377,12 @@ def two_ranks(run: RunDir, output: Path) -> Iterator[subprocess.Popen]:
     words = [str(mpiexec()), "-disable-auto-cleanup", "-n", "2", sys.executable]
     with output.open("wb") as file:
         ranks = subprocess.Popen(
-            [*words, *role_words(run, "rollout", "rollout", 1)], stdout=file, stderr=file
+            [*words, *role_arguments(run, "rollout", "rollout", 1)], stdout=file, stderr=file
         )
     try:
         yield ranks
     finally:
-        kill(family(ranks.pid))
+        kill_processes(process_tree(ranks.pid))
         ranks.wait(60)
 
 

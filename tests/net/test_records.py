@@ -30,19 +30,23 @@ def started(run: RunDir, group: str, launch: Launch | None = None) -> int:
     incarnation = claim_incarnation(run, group)
     run.logs(group, incarnation).mkdir(parents=True)
     if launch:
-        launch_records.record(run, group, incarnation, launch)
+        launch_records.record_launch(run, group, incarnation, launch)
     return incarnation
 
 
 def test_only_starts_of_this_attempt_without_progress_since_count(run: RunDir) -> None:
     here = (3, 40, 1)
-    assert launch_records.fruitless(run, "actor", 2, here) == 0
+    assert launch_records.count_fruitless_starts(run, "actor", 2, here) == 0
     for attempt, progress in ((1, here), (2, (2, 40, 1)), (2, here), (2, here)):
         started(run, "actor", Launch(attempt, progress))
-    assert launch_records.fruitless(run, "actor", 2, here) == 2
-    assert launch_records.fruitless(run, "actor", 3, here) == 0, "a resume starts from nothing"
-    assert launch_records.fruitless(run, "actor", 2, (3, 41, 1)) == 0, "one new sample is progress"
-    assert launch_records.fruitless(run, "rollout", 2, here) == 0
+    assert launch_records.count_fruitless_starts(run, "actor", 2, here) == 2
+    assert launch_records.count_fruitless_starts(run, "actor", 3, here) == 0, (
+        "a resume starts from nothing"
+    )
+    assert launch_records.count_fruitless_starts(run, "actor", 2, (3, 41, 1)) == 0, (
+        "one new sample is progress"
+    )
+    assert launch_records.count_fruitless_starts(run, "rollout", 2, here) == 0
 
 
 def test_lives_of_a_job_that_each_came_far_are_no_crash_loop(run: RunDir) -> None:
@@ -50,9 +54,9 @@ def test_lives_of_a_job_that_each_came_far_are_no_crash_loop(run: RunDir) -> Non
     run is."""
     for life in range(6):
         started(run, "actor", Launch(1, launch_records.UNKNOWN, "7", f"7-{life}"))
-    assert launch_records.fruitless(run, "actor", 1, launch_records.UNKNOWN) == 1
+    assert launch_records.count_fruitless_starts(run, "actor", 1, launch_records.UNKNOWN) == 1
     started(run, "actor", Launch(1, launch_records.UNKNOWN, "7", "7-5"))
-    assert launch_records.fruitless(run, "actor", 1, launch_records.UNKNOWN) == 2
+    assert launch_records.count_fruitless_starts(run, "actor", 1, launch_records.UNKNOWN) == 2
 
 
 def test_starts_of_a_supervisor_that_knows_nothing_yet_count_between_fruitless_ones(
@@ -63,10 +67,10 @@ def test_starts_of_a_supervisor_that_knows_nothing_yet_count_between_fruitless_o
     started(run, "actor", Launch(1, here))
     started(run, "actor", Launch(1, launch_records.UNKNOWN))
     started(run, "actor", Launch(1, here))
-    assert launch_records.fruitless(run, "actor", 1, here) == 3
+    assert launch_records.count_fruitless_starts(run, "actor", 1, here) == 3
     started(run, "actor", Launch(1, launch_records.UNKNOWN))
-    assert launch_records.fruitless(run, "actor", 1, here) == 4
-    assert launch_records.fruitless(run, "actor", 1, (3, 41, 1)) == 0
+    assert launch_records.count_fruitless_starts(run, "actor", 1, here) == 4
+    assert launch_records.count_fruitless_starts(run, "actor", 1, (3, 41, 1)) == 0
 
 
 def test_what_was_claimed_or_torn_neither_counts_nor_ends_the_counting(run: RunDir) -> None:
@@ -76,7 +80,7 @@ def test_what_was_claimed_or_torn_neither_counts_nor_ends_the_counting(run: RunD
     started(run, "actor")
     started(run, "actor", Launch(1, (0, 0, 0)))
     assert launch_records.read_launch(run, "actor", torn) is None
-    assert launch_records.fruitless(run, "actor", 1, (0, 0, 0)) == 2
+    assert launch_records.count_fruitless_starts(run, "actor", 1, (0, 0, 0)) == 2
 
 
 def test_a_launch_is_read_as_it_was_recorded(run: RunDir) -> None:
@@ -147,10 +151,10 @@ def test_a_process_that_runs_is_there_however_old_its_sign_is(run: RunDir) -> No
     }
     path = run.rendezvous("rollout") / "beat-rollout.json"
     write_json(path, about)
-    assert launch_records.is_there(run, "rollout")
+    assert launch_records.has_live_process(run, "rollout")
     assert group_status(run, config, "rollout", {}, {}, False, False)["state"] == "suspect"
     write_json(path, about | {"born": about["born"] - 1})
-    assert not launch_records.is_there(run, "rollout")
+    assert not launch_records.has_live_process(run, "rollout")
     assert group_status(run, config, "rollout", {}, {}, False, False)["state"] == "absent", (
         "its launch left no record"
     )

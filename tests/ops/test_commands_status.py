@@ -16,7 +16,7 @@ from relax_hpc.base.errors import EXIT_CONFIG, EXIT_NO_PROGRESS
 from relax_hpc.base.log_rotation import rotate_log
 from relax_hpc.base.rundir import RunDir, write_json
 from relax_hpc.cluster.slurm.commands import Slurm
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.supervise import requests
 from relax_hpc.commands.program import main
 from relax_hpc.config import Config
@@ -76,7 +76,7 @@ def test_states_of_groups(tmp_path: Path, slurm: FakeSlurm) -> None:
 def test_status_tells_of_queue_places_and_results(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = make_run(tmp_path / "run")
     submitted(run, slurm)
-    Ledger(run).add(Entry("99", "group", "rollout-2", attempt=1))
+    Ledger(run).add(Submission("99", "group", "rollout-2", attempt=1))
     queued = {"state": "PENDING", "reason": "Resources", "left": "1-00:00:00"}
     slurm.set(jobs=slurm.state["jobs"] | {"99": queued})
     saved = run.checkpoints / "i000001-step-000004"
@@ -130,7 +130,7 @@ def test_status_does_without_slurm_and_after_the_end(
     submitted(run, slurm)
     slurm.answer("squeue", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     assert "no answer from the hub and squeue" in "\n".join(lines(status(run, 0.05, Slurm(2.0, 1))))
-    requests.ask_to_stop(run, 93, "in circles")
+    requests.request_stop(run, 93, "in circles")
     for name in GROUPS:
         begin(run, name, beat_age_s=60.0)
     assert main(["status", str(run.root), "--watch", "2", "--json"]) == EXIT_NO_PROGRESS
@@ -240,9 +240,9 @@ def test_list(
 ) -> None:
     runs = {name: make_run(tmp_path / "runs" / "deep" / name) for name in ("a", "b", "c", "d", "e")}
     submitted(runs["a"], slurm)
-    requests.ask_to_stop(runs["b"], 93, "in circles")
+    requests.request_stop(runs["b"], 93, "in circles")
     write_json(runs["c"].finished, {})
-    Ledger(runs["d"]).add(Entry("77", "group", "hub"))
+    Ledger(runs["d"]).add(Submission("77", "group", "hub"))
     slurm.set(jobs=slurm.state["jobs"] | {"77": {"state": "PENDING"}})
     runs["e"].config.write_text("nonsense: 1\n")
     assert main(["list", str(tmp_path / "runs"), "--json"]) == EXIT_NO_PROGRESS

@@ -14,7 +14,7 @@ import pytest
 from relax_hpc.base.errors import EXIT_CONFIG
 from relax_hpc.base.metrics.writer import MetricsWriter
 from relax_hpc.base.rundir import RunDir, write_json
-from relax_hpc.cluster.supervise.launch_records import Launch, record
+from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
 from relax_hpc.commands.program import main
 from relax_hpc.config import dump, load
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
@@ -64,7 +64,7 @@ def incarnation(
     """Spans of the next incarnation of a group with a role of its name; without ``ended`` it left
     no word."""
     incarnation = claim_incarnation(run, group)
-    record(run, group, incarnation, Launch(attempt, (0, 0, 0), "11", f"11/{attempt}"))
+    record_launch(run, group, incarnation, Launch(attempt, (0, 0, 0), "11", f"11/{attempt}"))
     folder = run.logs(group, incarnation)
     folder.mkdir(parents=True)
     role = "advantages" if group == "hub" else group

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.supervise import requests
 from relax_hpc.commands.program import main
 from relax_hpc.ops.observe import run_state
@@ -107,8 +107,8 @@ def test_a_run_with_a_queued_successor_has_not_ended(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", "het")
-    Ledger(run).add(Entry("20", "run", attempt=1))
-    Ledger(run).add(Entry("30", "successor", after="20", attempt=1))
+    Ledger(run).add(Submission("20", "run", attempt=1))
+    Ledger(run).add(Submission("30", "successor", after="20", attempt=1))
     for name, component in (("hub", "20"), ("rollout", "21"), ("actor", "22"), ("actor_fwd", "23")):
         begin(run, name, component, beat_age_s=1000.0)
     successor = {"30": {"state": "PENDING", "reason": "Dependency"}}
@@ -126,7 +126,7 @@ def test_a_run_with_a_queued_successor_has_not_ended(
     assert say(run, capsys) == ("ended", 75)
     slurm.answer("squeue", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     assert say(run, capsys) == ("unknown", 75)
-    requests.ask_to_stop(run)
+    requests.request_stop(run)
     assert say(run, capsys) == ("stopped", 130)
 
 
@@ -134,11 +134,11 @@ def test_a_held_spare_continues_nothing(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", "het")
-    Ledger(run).add(Entry("20", "run", attempt=1))
-    Ledger(run).add(Entry("31", "spare", "actor", attempt=1))
+    Ledger(run).add(Submission("20", "run", attempt=1))
+    Ledger(run).add(Submission("31", "spare", "actor", attempt=1))
     slurm.set(jobs={"31": {"state": "PENDING", "reason": "JobHeldUser"}})
     assert say(run, capsys) == ("ended", 75)
-    Ledger(run).add(Entry("31", "group", "actor", attempt=1))
+    Ledger(run).add(Submission("31", "group", "actor", attempt=1))
     assert say(run, capsys) == ("queued", 0)
 
 
@@ -149,7 +149,7 @@ def test_the_run_of_another_user_is_judged_by_its_jobs_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = make_run(tmp_path / "run")
-    Ledger(run).add(Entry("11", "group", "hub", attempt=1))
+    Ledger(run).add(Submission("11", "group", "hub", attempt=1))
     begin(run, "hub", "11")
     slurm.set(jobs={"11": {"state": "RUNNING"}})
     assert say(run, capsys) == ("running", 0)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.base.rundir import RunDir, write_json
 from relax_hpc.cluster.slurm.commands import Slurm
-from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.commands.program import main
 from relax_hpc.ops.observe.report_view import lines as report_lines
 from relax_hpc.ops.observe.status import status
@@ -267,7 +267,7 @@ def test_while_a_run_is_queued_each_group_shows_its_own_component(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, slurm = make_run(tmp_path / "run", "het"), FakeSlurm(tmp_path / "slurm", monkeypatch)
-    Ledger(run).add(Entry("11", "run", attempt=1))
+    Ledger(run).add(Submission("11", "run", attempt=1))
     jobs = {
         "11": {"state": "RUNNING", "name": "hub-run", "het": "11+0", "node_list": "cpu[1-2]"},
         "12": {"state": "RUNNING", "name": "rollout-run", "het": "11+1", "node_list": "gpu[1-2]"},

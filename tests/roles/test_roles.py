@@ -16,7 +16,7 @@ from relax_hpc.base.local_dir import LOCAL_DIR
 from relax_hpc.base.metrics.read import read_metrics
 from relax_hpc.base.metrics.spans import Spans
 from relax_hpc.base.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
-from relax_hpc.cluster.supervise.processes import environment
+from relax_hpc.cluster.supervise.processes import role_environment
 from relax_hpc.config.schema import Config, ForwardConfig
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.queue.controller.state.queue_state import QueueState
@@ -101,21 +101,22 @@ def test_a_mark_is_never_replaced_by_one_that_says_less(tmp_path: Path) -> None:
 def test_a_cpu_run_sees_no_gpu() -> None:
     config = Config()
     assert (
-        environment(config, {"A": "b", "CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == ""
+        role_environment(config, {"A": "b", "CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"]
+        == ""
     )
     config.model.device = "cuda"
-    assert environment(config, {"CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == "1"
+    assert role_environment(config, {"CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_a_local_run_keeps_its_caches_where_the_site_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", "me")
     monkeypatch.delenv(LOCAL_DIR, raising=False)
     config = Config()
-    assert LOCAL_DIR not in environment(config)
+    assert LOCAL_DIR not in role_environment(config)
     config.site.local_dir = "/nvme"
-    assert environment(config)[LOCAL_DIR] == "/nvme/me-relax"
+    assert role_environment(config)[LOCAL_DIR] == "/nvme/me-relax"
     monkeypatch.setenv(LOCAL_DIR, "/by/a/batch/script")
-    assert environment(config)[LOCAL_DIR] == "/by/a/batch/script"
+    assert role_environment(config)[LOCAL_DIR] == "/by/a/batch/script"
 
 
 def board(tmp_path: Path) -> Board:

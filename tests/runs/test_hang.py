@@ -114,8 +114,8 @@ def test_hung_roles_are_replaced_and_a_live_run_is_seen(
         freeze(run, "hub", "controller")
         run.finish(200)
     said = run.output.read_text()
-    assert said.count("rollout has given no sign for 3 s, taken for dead; stacks: ") == 1
-    assert said.count("reference has given no sign for 3 s, taken for dead") == 1
+    assert said.count("rollout has sent no heartbeat for 3 s, taken for dead; stacks: ") == 1
+    assert said.count("reference has sent no heartbeat for 3 s, taken for dead") == 1
     assert said.count("controller has not answered for 3 s, taken for dead") == 1
     assert not audit(run.run).problems
     table = cli("status", str(run.run.root)).stdout

@@ -20,7 +20,7 @@ import yaml
 from relax_hpc.base.processes import all_processes
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.sandbox import Sandbox
-from relax_hpc.cluster.slurm.job_lookup import job_of
+from relax_hpc.cluster.slurm.job_lookup import current_job
 from relax_hpc.config import load_resolved
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 from relax_hpc.ops.observe.status_groups import started_ahead
@@ -191,7 +191,7 @@ class Run:
 
     def job(self, group: str) -> str:
         """Slurm job, or component, that a group lives in."""
-        return job_of(self.run, group)
+        return current_job(self.run, group)
 
     def runs(self, job: str) -> bool:
         """Whether Slurm shows a job as running; true if it does not answer."""

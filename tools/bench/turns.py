@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
-from relax_hpc.cluster.supervise.processes import family
+from relax_hpc.cluster.supervise.processes import process_tree
 from relax_hpc.net.rendezvous.process import die_with_parent
 
 _SAMPLE_S = 5.0
@@ -96,14 +96,14 @@ class Program:
 
     def _sample_memory(self) -> None:
         total = 0
-        for process in family(self._process.pid):
+        for process in process_tree(self._process.pid):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 total += process.memory_full_info().pss
         self.peak_bytes = max(self.peak_bytes, total)
 
     def _signal(self, number: int) -> None:
         # Parents first: a parent that runs would see its stopped children as hung.
-        for process in family(self._process.pid):
+        for process in process_tree(self._process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
@@ -115,7 +115,7 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        processes = family(self._process.pid)
+        processes = process_tree(self._process.pid)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

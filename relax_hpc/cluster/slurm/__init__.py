@@ -1,1 +1,1 @@
-"""Slurm: its commands, what a run asks of it, and what is handed to it."""
+"""Slurm: its commands, and the jobs and steps of a run."""

@@ -1,4 +1,4 @@
-"""Slurm job around this process, and which of its parts holds which group."""
+"""The Slurm job around this process, and the nodes of each group in it."""
 
 from __future__ import annotations
 
@@ -14,57 +14,60 @@ from relax_hpc.config import Config
 from relax_hpc.config.groups import group_of
 
 VARIABLE = "RELAX_ALLOCATION"
-"""Environment variable that carries an allocation to a step: Slurm tells a step neither its het
-number nor the job of its component."""
+"""Environment variable that carries an allocation to a step."""
+# Slurm 22.05 sets no variable that names the component of a step: SLURM_JOB_ID is the leader's id
+# in every component, and SLURM_HET_JOB_ID is not set at all.
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupNodes:
     """The nodes of a group."""
 
     job: str
-    """Id under which Slurm lists them; a component of a het job has its own."""
+    """Job id of the nodes. A component of a heterogeneous job has its own id."""
     nodes: int
-    """Number of nodes, as many as were asked for."""
+    """Number of nodes that were requested."""
     het: int | None = None
     """Number of the component; None: an ordinary job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A job, by whose id its steps are started, and the places of the groups in it."""
+    """A job and the nodes of the groups in it. Steps are started by the id of this job."""
 
     job: str
     restarts: int
     batch_node: str
-    places: dict[str, Place]
+    group_nodes: dict[str, GroupNodes]
 
     @property
     def name(self) -> str:
-        """Name that differs between the lives of a requeued job."""
+        """Id of the job with its number of restarts, because a requeued job keeps its id."""
         return f"{self.job}-{self.restarts}"
 
     @property
     def het(self) -> bool:
-        return any(place.het is not None for place in self.places.values())
+        return any(nodes.het is not None for nodes in self.group_nodes.values())
 
     def variables(self) -> dict[str, str]:
-        """Variables by which a step finds its allocation."""
-        return {VARIABLE: json.dumps(asdict(self))}
+        """Environment variables from which a step reads its allocation."""
+        value = asdict(self)
+        value["places"] = value.pop("group_nodes")
+        return {VARIABLE: json.dumps(value)}
 
     @classmethod
-    def here(
+    def from_environment(
         cls, config: Config, group: str, environment: MutableMapping[str, str] = os.environ
     ) -> Allocation:
-        """Allocation of this process, a batch script's or one that its step was given; ConfigError
-        outside of a job."""
-        # Taken out, as jobs that are submitted from here inherit the environment.
-        if text := environment.pop(VARIABLE, ""):
+        """Allocation of this process: that of the batch script, or the one in `VARIABLE` of a
+        step. ConfigError outside of a job."""
+        # The variable is removed, because jobs that this process submits inherit the environment.
+        text = environment.pop(VARIABLE, "")
+        if text:
             value = json.loads(text)
-            return cls(
-                **value
-                | {"places": {name: Place(**place) for name, place in value["places"].items()}}
-            )
+            nodes = value.pop("places")
+            group_nodes = {name: GroupNodes(**fields) for name, fields in nodes.items()}
+            return cls(**value, group_nodes=group_nodes)
         job = environment.get("SLURM_JOB_ID")
         if not job:
             raise ConfigError(
@@ -72,7 +75,7 @@ class Allocation:
                 "sbatch"
             )
         restarts = int(environment.get("SLURM_RESTART_COUNT", 0))
-        return cls(job, restarts, node_name(), _places(config, group, job, environment))
+        return cls(job, restarts, node_name(), _read_group_nodes(config, group, job, environment))
 
 
 def node_name() -> str:
@@ -80,33 +83,36 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
-def _places(
+def _read_group_nodes(
     config: Config, group: str, job: str, environment: Mapping[str, str]
-) -> dict[str, Place]:
+) -> dict[str, GroupNodes]:
     if group:
-        return {group: Place(job, group_of(config, group).resources.nodes)}
-    parts = _parts(config, int(environment.get("SLURM_HET_SIZE", "1")))
-    if environment.get("SLURM_HET_SIZE", "1") == "1":
-        return {name: Place(job, parts[0].nodes) for part in parts for name in part.groups}
-    jobs = [environment[f"SLURM_JOB_ID_HET_GROUP_{number}"] for number in range(len(parts))]
-    return {
-        name: Place(jobs[number], part.nodes, number)
-        for number, part in enumerate(parts)
-        for name in part.groups
-    }
+        return {group: GroupNodes(job, group_of(config, group).resources.nodes)}
+    size = int(environment.get("SLURM_HET_SIZE", "1"))
+    job_components = _match_components(config, size)
+    group_nodes: dict[str, GroupNodes] = {}
+    for number, component in enumerate(job_components):
+        if environment.get("SLURM_HET_SIZE", "1") == "1":
+            nodes = GroupNodes(job, job_components[0].nodes)
+        else:
+            component_job = environment[f"SLURM_JOB_ID_HET_GROUP_{number}"]
+            nodes = GroupNodes(component_job, component.nodes, number)
+        group_nodes |= dict.fromkeys(component.groups, nodes)
+    return group_nodes
 
 
-def _parts(config: Config, size: int) -> list[Component]:
-    """The components of this job. That of a script by hand may have a hub of its own although the
-    site has no nodes for it: what was waited for is used."""
-    parts = components(config)
-    if size in (1, len(parts)):
-        return parts
+def _match_components(config: Config, size: int) -> list[Component]:
+    """The components of this job, which has ``size`` of them. A script that was submitted by hand
+    may have a separate hub although the site has no CPU nodes; then the hub uses its nodes."""
+    configured = components(config)
+    if size in (1, len(configured)):
+        return configured
     if not config.site.cpu_nodes:
-        own = components(replace(config, site=replace(config.site, cpu_nodes=True)))
-        if size == len(own):
-            return own
+        with_hub = components(replace(config, site=replace(config.site, cpu_nodes=True)))
+        if size == len(with_hub):
+            return with_hub
+    names = ", ".join(component.name for component in configured)
     raise ConfigError(
-        f"SLURM_HET_SIZE: found {size} components, but the configuration has {len(parts)} "
-        f"({', '.join(part.name for part in parts)}); submit the script that was rendered for it"
+        f"SLURM_HET_SIZE: found {size} components, but the configuration has {len(configured)} "
+        f"({names}); submit the script that was rendered for it"
     )

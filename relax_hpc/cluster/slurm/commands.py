@@ -1,7 +1,8 @@
-"""The one place that starts Slurm's programs: argv lists, a deadline a call, errors of one line.
+"""Slurm's programs, which only this module starts: argument lists, a deadline for each call, and
+errors of one line.
 
-Calls are also made inside jobs, so the calling job's own SLURM_* variables are kept away from every
-command.
+Calls are also made inside jobs. The SLURM_* variables of the calling job are therefore removed from
+the environment of every command.
 """
 
 from __future__ import annotations
@@ -17,29 +18,38 @@ from pathlib import Path
 
 from relax_hpc.cluster.slurm.parsing import (
     JOB_FORMAT,
-    Job,
-    Node,
     SlurmError,
+    SlurmJob,
+    SlurmNode,
+    command_error,
+    command_text,
     parse_time,
     read_job,
     read_job_id,
     read_node,
-    refusal,
-    rubbish,
-    shown,
     split_fields,
-    split_words,
+    split_pairs,
+    unexpected_answer,
 )
-from relax_hpc.cluster.slurm.program_output import ask
+from relax_hpc.cluster.slurm.program_output import run_program
 
-__all__ = ["PROGRAMS", "Job", "Node", "Slurm", "SlurmError", "clean_environment", "parse_time"]
+__all__ = [
+    "PROGRAMS",
+    "Slurm",
+    "SlurmError",
+    "SlurmJob",
+    "SlurmNode",
+    "clean_environment",
+    "parse_time",
+]
 
 PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun")
 GONE = ("Invalid job id specified", "Job/step already completing or completed")
 """Answers about a job or step that has ended."""
+# scancel 22.05 sometimes prints nothing about a job that has ended. Its exit code is then the low
+# byte of Slurm's error number: 2017 (invalid job id) or 2021 (already done).
 GONE_CODES = (2017 % 256, 2021 % 256)
-"""scancel's exit code for the same, at times without a word: the low byte of Slurm's error
-number."""
+"""Exit codes of scancel for a job or step that has ended."""
 _OWN_VARIABLES = (
     "SLURM_",
     "SBATCH_",
@@ -52,14 +62,16 @@ _OWN_VARIABLES = (
 )
 _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER")
 _MAX_IDS = 5000
-"""Ids of jobs in one call of squeue: Linux allows an argument 128 KiB."""
+"""Job ids in one call of squeue, because Linux limits one argument to 128 KiB."""
 _PAUSES_S = (0.25, 0.5, 1.0, 2.0)
+"""Seconds between attempts."""
 
 
 class Slurm:
-    """Slurm's commands. Every method raises SlurmError unless it says otherwise.
+    """Slurm's commands. Every method raises SlurmError unless its docstring says otherwise.
 
-    ``timeout_s`` bounds one call, its tries on transient answers included; ``tries`` bounds those.
+    ``timeout_s`` limits one call with all its attempts; ``tries`` limits the number of attempts
+    after transient errors.
     """
 
     def __init__(self, timeout_s: float = 20.0, tries: int = 4) -> None:
@@ -74,48 +86,50 @@ class Slurm:
         return [program for program in PROGRAMS if shutil.which(program) is None]
 
     def submit(self, script: Path, *options: str) -> str:
-        """Submit ``script``; the job's id (of a heterogeneous job: that of component 0).
+        """Submit ``script`` and return the job's id (of a heterogeneous job: that of component 0).
 
-        A deadline, or a socket that timed out, leaves open whether the job was made. So every
-        submission carries a tag in its comment; the queue is searched for it, and nothing is
-        submitted again.
+        Every submission has a tag in its comment. If it is unknown whether the job was created,
+        the queue is searched for the tag, and the script is not submitted again.
         """
+        # If slurmctld is busy, sbatch 22.05 may report "Socket timed out" although the job was
+        # created. A second sbatch would then create the job twice.
         tag = f"relax-hpc-{secrets.token_hex(6)}"
         comment = f"{_comment(script, options)} {tag}".strip()
         command = ["sbatch", "--parsable", *options, f"--comment={comment}", str(script)]
         try:
             answer = self._run(command, retry_timeouts=False)
         except SlurmError as error:
-            if not (error.timed_out or "Socket timed out" in error.said):
+            if not (error.timed_out or "Socket timed out" in error.answer):
                 raise
-            if found := self._tagged(tag, error):
-                return found
+            job = self._find_tagged_job(tag, error)
+            if job:
+                return job
             raise SlurmError(
                 f"{error}; the job may still appear: before trying again look for comment {tag} "
                 "in squeue --me -o '%i %k'",
-                error.said,
+                error.answer,
                 timed_out=True,
             ) from error
         return read_job_id(command, answer)
 
     def test_only(self, script: Path, *options: str) -> str:
-        """Answer of Slurm to ``script`` without submitting it; a refusal raises."""
+        """Answer of Slurm to ``script`` without submitting it. SlurmError if Slurm refuses it."""
         return self._run(["sbatch", "--test-only", *options, str(script)], both=True).strip()
 
-    def jobs(self, *ids: str, components: bool = False) -> dict[str, Job]:
-        """The jobs among ``ids`` (plain numbers) that squeue knows, by id. Finished and unknown
+    def jobs(self, *ids: str, components: bool = False) -> dict[str, SlurmJob]:
+        """The jobs with ``ids`` (plain numbers) that squeue knows, by id. Finished and unknown
         jobs are absent.
 
-        ``components``: also the other components of heterogeneous jobs whose component 0 is among
+        ``components``: include the other components of heterogeneous jobs whose component 0 is in
         ``ids``.
         """
-        known_jobs, wanted = list[Job](), frozenset(ids)
+        known_jobs, wanted = list[SlurmJob](), frozenset(ids)
         for start in range(0, len(ids), _MAX_IDS):
             id_list = ",".join(ids[start : start + _MAX_IDS])
             command = ["squeue", "--noheader", f"--jobs={id_list}", f"--format={JOB_FORMAT}"]
             lines = self._run(command, forgive=GONE).splitlines()
             known_jobs += [read_job(command, line) for line in lines if line.strip()]
-        # The id of component 0 brings the other components along.
+        # squeue 22.05 lists all components of a heterogeneous job for the id of component 0.
         return {
             job.id: job
             for job in known_jobs
@@ -126,41 +140,42 @@ class Slurm:
         """Fields of `scontrol show job` for a job or component (a plain number): JobState, Reason,
         PreemptTime, ...
 
-        Empty once slurmctld has forgotten it: MinJobAge after its end.
+        Empty when slurmctld has forgotten the job, MinJobAge after its end.
         """
         lines = self._run(["scontrol", "--oneliner", "show", "job", job], forgive=GONE).splitlines()
-        # Words of a comment come last, and may look like anything.
+        # scontrol 22.05 prints the job's comment last and does not quote it, so that a comment can
+        # contain "JobState=...". Reversed, the first pair with a key wins.
         tables = [
             dict(reversed([w.split("=", 1) for w in line.split() if "=" in w])) for line in lines
         ]
+        # The id of component 0 prints all components, one line each.
         return next((table for table in tables if table.get("JobId") == job), {})
 
     def is_preempted(self, job: str) -> bool:
-        """Whether Slurm is about to end a running job, or component, for a more urgent one.
-
-        During the partition's GraceTime its state is still RUNNING. The steps get SIGTERM, and the
-        batch script gets no signal (seen on Slurm 22.05).
-        """
+        """Whether Slurm is about to end a running job, or component, for a more urgent one."""
+        # During the partition's GraceTime the state of a preempted job is still RUNNING in Slurm
+        # 22.05. The steps receive SIGTERM, the batch script receives no signal.
         fields = self.describe(job)
         preempted_at = fields.get("PreemptTime", "None")
-        # An earlier life of the job may have been preempted. Both are local times and sort as
-        # texts.
+        # The time may be that of an earlier start of a requeued job. Both are local times in ISO
+        # format, which compare as texts.
         return preempted_at != "None" and preempted_at >= fields.get("StartTime", "")
 
-    def own_jobs(self) -> dict[str, Job]:
+    def own_jobs(self) -> dict[str, SlurmJob]:
         """All jobs of this user that squeue knows, by id."""
         command = ["squeue", "--noheader", "--me", f"--format={JOB_FORMAT}"]
-        found = [
-            read_job(command, line) for line in self._run(command).splitlines() if line.strip()
-        ]
-        return {job.id: job for job in found}
+        lines = self._run(command).splitlines()
+        jobs = [read_job(command, line) for line in lines if line.strip()]
+        return {job.id: job for job in jobs}
 
     def cancel(self, job: str, signal: str = "", batch: bool = False) -> None:
-        """End, or with ``signal`` signal, a job ("8"), a step ("9.0") or a component ("8+1"); ended
-        ones are fine.
+        """Cancel a job ("8"), a step ("9.0") or a component ("8+1"), or send it ``signal``. No
+        error if it has ended already.
 
-        ``batch``: the signal goes to the batch script alone, else to the steps alone.
+        ``batch``: the signal goes only to the batch script; otherwise only to the steps.
         """
+        # scancel 22.05 ends a step by SIGKILL without a SIGTERM before it. A process that must save
+        # has to receive a signal first.
         options = [f"--signal={signal}"] if signal else []
         try:
             self._run(["scancel", *options, *(["--batch"] if batch else []), job], forgive=GONE)
@@ -169,12 +184,14 @@ class Slurm:
                 raise
 
     def requeue(self, job: str) -> None:
-        """End a running job and queue it again under its id; one that waits already is left as it
-        is."""
+        """Requeue a running job under its id. A pending job does not change."""
+        # Slurm 22.05 requeues a heterogeneous job only as a whole, by the id of component 0. Its
+        # tasks get SIGTERM immediately. The job starts again when its credentials have expired
+        # (AuthInfo cred_expire, 120 s by default).
         self._run(["scontrol", "requeue", job], forgive=("Job is pending execution",))
 
     def set_mail_types(self, job: str, types: str) -> None:
-        """Replace the events of which ``job`` sends mail (`END,FAIL`, `NONE`)."""
+        """Set the events of which ``job`` sends mail (`END,FAIL`, `NONE`)."""
         self._run(["scontrol", "update", f"jobid={job}", f"mailtype={types}"])
 
     def hold(self, job: str) -> None:
@@ -186,13 +203,13 @@ class Slurm:
         self._run(["scontrol", "release", job])
 
     def steps(self, job: str) -> dict[str, str]:
-        """Running steps of ``job``, by id ("9.0", "9.batch"), with their names; empty when the job
-        has ended."""
+        """Names of the running steps of ``job`` by their ids ("9.0", "9.batch"); empty when the
+        job has ended."""
         command = ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"]
         lines = self._run(command, forgive=GONE).splitlines()
         return dict(split_fields(command, line, 2) for line in lines if line.strip())
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[SlurmNode]:
         """Every node, once for each partition it is in."""
         command = ["sinfo", "--noheader", "--Node", "--format=%N|%P|%T|%c|%m|%o|%G"]
         return [
@@ -207,9 +224,9 @@ class Slurm:
         """Fields of `scontrol show partition` by the partition's name: MaxTime, MaxNodes, Default,
         State, ..."""
         command = ["scontrol", "--oneliner", "show", "partition"]
-        tables = [split_words(line) for line in self._run(command).splitlines() if line.strip()]
+        tables = [split_pairs(line) for line in self._run(command).splitlines() if line.strip()]
         if not all("PartitionName" in table for table in tables):
-            raise rubbish(command, str(tables), "lines of PartitionName=...")
+            raise unexpected_answer(command, str(tables), "lines of PartitionName=...")
         return {table["PartitionName"]: table for table in tables}
 
     def hostnames(self, node_list: str) -> list[str]:
@@ -217,57 +234,56 @@ class Slurm:
         return self._run(["scontrol", "show", "hostnames", node_list]).split() if node_list else []
 
     def mpi_plugins(self) -> list[str]:
-        """Names that `srun --mpi` takes."""
-        lines = self._run(["srun", "--mpi=list"], both=True).splitlines()
-        listed = [
-            line.strip().removeprefix("srun:").strip() for line in lines if "are..." not in line
-        ]
-        return [
-            word
-            for line in listed
-            for word in re.split(r"[,\s]+", line.split("available:")[-1])
-            if word
-        ]
+        """Plugin names that `srun --mpi` accepts."""
+        # Slurm 22.05 prints a header that ends in "are...", then one plugin a line, then "specific
+        # pmix plugin versions available: pmix_v4".
+        names: list[str] = []
+        for line in self._run(["srun", "--mpi=list"], both=True).splitlines():
+            if "are..." in line:
+                continue
+            text = line.strip().removeprefix("srun:").strip().split("available:")[-1]
+            names += [name for name in re.split(r"[,\s]+", text) if name]
+        return names
 
     def config(self) -> dict[str, str]:
-        """Slurm's own configuration as slurmctld has it."""
+        """Slurm's configuration in slurmctld."""
         lines = self._run(["scontrol", "show", "config"]).splitlines()
-        return {
-            key.strip(): value.strip()
-            for key, found, value in (line.partition(" = ") for line in lines)
-            if found
-        }
+        pairs = [line.split(" = ", 1) for line in lines if " = " in line]
+        return {key.strip(): value.strip() for key, value in pairs}
 
     def version(self) -> str:
         """Version of Slurm, such as 22.05.8."""
         command = ["sinfo", "--version"]
         answer = self._run(command)
-        found = re.search(r"\d+\.\d+\S*", answer)
-        if not found:
-            raise rubbish(command, answer, "a version")
-        return found[0]
+        match = re.search(r"\d+\.\d+\S*", answer)
+        if not match:
+            raise unexpected_answer(command, answer, "a version")
+        return match[0]
 
     def srun_help(self) -> str:
-        """The text of `srun --help`, which also lists what plugins such as pyxis add."""
+        """The text of `srun --help`, which includes the options of plugins such as pyxis."""
         return self._run(["srun", "--help"], both=True)
 
     def associations(self) -> list[dict[str, str]]:
-        """Limits of this user in the accounting database: Account, QOS, MaxJobs, MaxSubmit; empty
-        without one."""
+        """Limits of this user in the accounting database: Account, QOS, MaxJobs, MaxSubmit. Empty
+        without accounting."""
         user = os.environ.get("USER") or str(os.getuid())
-        return self._accounting(
+        return self._read_accounting(
             "associations", ("Account", "QOS", "MaxJobs", "MaxSubmit"), f"user={user}"
         )
 
-    def qualities(self) -> list[dict[str, str]]:
-        """Every qos: Name, its limits a user, MaxJobsPU, MaxSubmitPU and MaxTRESPU, a job, MaxWall
-        and MaxTRES, and of all together, GrpTRES; empty without accounting."""
-        return self._accounting(
+    def qos_limits(self) -> list[dict[str, str]]:
+        """Every QOS with its Name and limits: of a user (MaxJobsPU, MaxSubmitPU, MaxTRESPU), of a
+        job (MaxWall, MaxTRES), and of all jobs together (GrpTRES). Empty without accounting."""
+        return self._read_accounting(
             "qos",
             ("Name", "MaxJobsPU", "MaxSubmitPU", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES"),
         )
 
-    def _accounting(self, what: str, names: tuple[str, ...], *filters: str) -> list[dict[str, str]]:
+    def _read_accounting(
+        self, entity: str, names: tuple[str, ...], *filters: str
+    ) -> list[dict[str, str]]:
+        """Columns ``names`` of all rows of an accounting ``entity`` that match ``filters``."""
         if shutil.which("sacctmgr") is None:
             return []
         command = [
@@ -275,7 +291,7 @@ class Slurm:
             "--noheader",
             "--parsable2",
             "show",
-            what,
+            entity,
             *filters,
             f"format={','.join(names)}",
         ]
@@ -286,22 +302,23 @@ class Slurm:
             if line.strip()
         ]
 
-    def _tagged(self, tag: str, cause: SlurmError) -> str:
-        """The id of the job whose comment holds ``tag``, or "": one asked for just now may take a
-        moment to show."""
+    def _find_tagged_job(self, tag: str, cause: SlurmError) -> str:
+        """The id of the job with ``tag`` in its comment, or ""."""
         command = ["squeue", "--noheader", "--me", "--states=all", "--format=%i|%A|%k"]
+        # squeue may not show a new job for a moment.
         for pause in _PAUSES_S:
             try:
                 lines = self._run(command).splitlines()
             except SlurmError as error:
                 raise SlurmError(
-                    f"{cause}; whether the job was made is not known: {error}", error.said
+                    f"{cause}; it is not known whether the job was created: {error}", error.answer
                 ) from error
-            for number, plain, comment in (
-                split_fields(command, line, 3) for line in lines if line.strip()
-            ):
+            for line in lines:
+                if not line.strip():
+                    continue
+                number, plain_id, comment = split_fields(command, line, 3)
                 if tag in comment:
-                    return number.partition("+")[0] if "+" in number else plain
+                    return number.partition("+")[0] if "+" in number else plain_id
             time.sleep(pause)
         return ""
 
@@ -313,24 +330,26 @@ class Slurm:
         forgive: tuple[str, ...] = (),
         retry_timeouts: bool = True,
     ) -> str:
-        """Output of ``argv`` (``both``: with stderr), after retries; answers of ``forgive`` are no
-        failure."""
+        """Output of ``argv`` (``both``: with stderr), after retries. Answers that contain a text of
+        ``forgive`` are no failures."""
         deadline = time.monotonic() + self.timeout_s
         for attempt in range(self.tries):
             try:
-                return self._try(argv, deadline - time.monotonic(), both, forgive)
+                return self._run_once(argv, deadline - time.monotonic(), both, forgive)
             except SlurmError as error:
                 pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
-                ambiguous = not retry_timeouts and "Socket timed out" in error.said
+                ambiguous = not retry_timeouts and "Socket timed out" in error.answer
                 late = time.monotonic() + pause >= deadline
                 if not error.transient or ambiguous or late or attempt == self.tries - 1:
                     raise
                 time.sleep(pause)
         raise AssertionError("tries is at least 1")
 
-    def _try(self, argv: list[str], timeout_s: float, both: bool, forgive: tuple[str, ...]) -> str:
+    def _run_once(
+        self, argv: list[str], timeout_s: float, both: bool, forgive: tuple[str, ...]
+    ) -> str:
         try:
-            done = ask(argv, max(timeout_s, 0.01), clean_environment())
+            done = run_program(argv, max(timeout_s, 0.01), clean_environment())
         except FileNotFoundError as error:
             raise SlurmError(
                 f"{argv[0]}: not found on PATH; load the site's Slurm module, or install Slurm's "
@@ -338,24 +357,25 @@ class Slurm:
             ) from error
         except OSError as error:
             raise SlurmError(
-                f"{argv[0]}: cannot be started: {error.strerror}; mend its file mode or PATH"
+                f"{argv[0]}: cannot be started: {error.strerror}; check its file mode and PATH"
             ) from error
         except subprocess.TimeoutExpired as error:
             raise SlurmError(
-                f"{shown(argv)}: no answer within {self.timeout_s:g} s; slurmctld is busy or down "
-                "(scontrol ping), try again later",
+                f"{command_text(argv)}: no answer within {self.timeout_s:g} s; slurmctld is busy "
+                "or down (scontrol ping), try again later",
                 timed_out=True,
             ) from error
-        said = f"{done.stdout}\n{done.stderr}" if both else done.stdout
-        complaint = done.stderr.strip() or done.stdout.strip()
-        if done.returncode == 0 or any(text in complaint for text in forgive):
-            return said
-        raise refusal(argv, complaint, done.returncode)
+        output = f"{done.stdout}\n{done.stderr}" if both else done.stdout
+        message = done.stderr.strip() or done.stdout.strip()
+        if done.returncode == 0 or any(text in message for text in forgive):
+            return output
+        raise command_error(argv, message, done.returncode)
 
 
 def clean_environment() -> dict[str, str]:
-    """Environment of this process without what tells a Slurm command which job it is called
-    from."""
+    """Environment of this process without the variables that describe its Slurm job."""
+    # Inside a job, sbatch and srun 22.05 take options from SLURM_* variables of that job, such as
+    # its number of tasks.
     return {
         name: value
         for name, value in os.environ.items()
@@ -364,13 +384,14 @@ def clean_environment() -> dict[str, str]:
 
 
 def _comment(script: Path, options: tuple[str, ...]) -> str:
-    """The comment that the user gave component 0, which the command line's would replace."""
+    """The user's comment for component 0. A comment on the command line replaces it, so it has to
+    be repeated there."""
     for option in options:
         if option.startswith("--comment="):
             return option.removeprefix("--comment=")
     try:
         head = re.split(r"(?m)^#SBATCH\s+hetjob", script.read_text(errors="replace"))[0]
-        found = re.search(r"(?m)^#SBATCH\s+--comment=(.*)$", head)
-        return " ".join(shlex.split(found[1])) if found else ""
+        match = re.search(r"(?m)^#SBATCH\s+--comment=(.*)$", head)
+        return " ".join(shlex.split(match[1])) if match else ""
     except (OSError, ValueError):
         return ""

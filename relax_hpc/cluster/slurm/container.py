@@ -1,7 +1,7 @@
-"""Words before a role's command where the site runs roles in containers; supervision stays outside.
+"""Command of a role in a container, at sites that run roles in containers. Supervisors run outside.
 
-The words of Apptainer and Pyxis are from their documentation: neither has been tried. Tests run
-those of Apptainer with a program of their own that makes real containers.
+The options of Apptainer and Pyxis are from their documentation. Neither program was tested. Tests
+run the options of Apptainer with a test program that makes real containers.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from relax_hpc.config.schema import Config
 
 
 def role_python(config: Config) -> str:
-    """The interpreter that starts a role: the container's, the site's, or this one."""
+    """The Python interpreter of roles: the container's, the site's, or the present one."""
     site = config.site
-    return (
-        site.container.python if site.container.runtime != "none" else site.python or sys.executable
-    )
+    if site.container.runtime != "none":
+        return site.container.python
+    return site.python or sys.executable
 
 
 def container_command(config: Config, run_dir: Path) -> list[str]:
-    """Words before a role's command: those of apptainer, or none.
+    """Arguments before a role's command: a call of apptainer, or nothing.
 
-    ConfigError for pmix: slurmd's folder of it is not seen inside, nor is a libmpi.so of the host.
+    ConfigError for pmix, because the container sees neither slurmd's PMIx folder nor the libmpi.so
+    of the host.
     """
     container, launcher = config.site.container, config.site.mpi.launcher
     if container.runtime != "apptainer":
         return []
     if launcher == "pmix":
         raise ConfigError(
-            "site.mpi.launcher: found pmix with container runtime apptainer, where slurmd's PMIx "
-            "is out of reach; allowed: pmi2, with library: wheel (the mpich wheel in the image)"
+            "site.mpi.launcher: found pmix with container runtime apptainer, in which slurmd's "
+            "PMIx is not visible; allowed: pmi2, with library: wheel (the mpich wheel in the image)"
         )
-    words = [container.program, "exec", "--no-home"]
+    arguments = [container.program, "exec", "--no-home"]
     if config.model.device == "cuda":
-        words.append("--nv")
-    for mount in mounts(config, run_dir):
-        words.append(f"--bind={mount}")
-    return [*words, _image(config)]
+        arguments.append("--nv")
+    arguments += [f"--bind={mount}" for mount in mounts(config, run_dir)]
+    return [*arguments, _image(config)]
 
 
 def container_srun_options(config: Config, run_dir: Path) -> list[str]:
-    """Options that have srun itself start the role in a container, by the pyxis plugin; else
-    none."""
+    """Options with which srun starts the role in a container by the pyxis plugin; empty for other
+    runtimes."""
     if config.site.container.runtime != "pyxis":
         return []
     bound = ",".join(
@@ -58,49 +58,52 @@ def container_srun_options(config: Config, run_dir: Path) -> list[str]:
 
 
 def check_container(config: Config, run_dir: Path) -> None:
-    """ConfigError with everything for which roles could not be started in a container."""
+    """ConfigError with all reasons why roles cannot be started in a container."""
     if config.site.container.runtime == "none":
         return
     mistakes = Mistakes()
-    for look in (container_command, mounts, lambda config, _: _image(config)):
+    for check in (container_command, mounts, lambda config, _: _image(config)):
         with mistakes:
-            look(config, run_dir)
+            check(config, run_dir)
     mistakes.raise_if_any()
 
 
 def _local_dir(config: Config) -> str:
-    """The folder on each node's own disk that caches and staged files lie under."""
-    # TMPDIR may be another one on each node: what is not mounted is not there, and a role then
-    # takes this one.
+    """The folder on the local disk of each node for caches and staged files."""
+    # TMPDIR may differ between nodes and is then not mounted. Roles use this folder instead.
     return config.site.local_dir or "/tmp"
 
 
 def data_paths(config: Config) -> list[str]:
-    """Files and folders of rows that the configuration names."""
+    """Files and folders with rows that the configuration names."""
     data = config.data
     return [path for path in (data.train, *data.train_sets.values(), *data.eval.values()) if path]
 
 
 def mounts(config: Config, run_dir: Path) -> list[str]:
-    """`/path` or `/path:/inside` for the run directory, every path that the configuration names,
-    and the site's own.
+    """Mounts, as `/path` or `/path:/inside`: the run directory, all paths in the configuration, and
+    the mounts of the site.
 
-    ConfigError for a path that no container runtime can be told of: `:` and `,` part the lists they
-    read.
+    ConfigError for a path with `:` or `,`, which separate the entries in the lists of both
+    runtimes.
     """
-    data = [Path(path).parent for path in data_paths(config)]
     model = config.model
-    named = (
+    model_paths = (
         model.path,
         model.reference_path,
         model.teacher_path,
         model.critic_path,
         config.genrm.path,
     )
-    models = [Path(path) for path in named if path]
-    named = [str(path.absolute()) for path in (run_dir, *models, *data, Path(_local_dir(config)))]
+    folders = [
+        run_dir,
+        *(Path(path) for path in model_paths if path),
+        *(Path(path).parent for path in data_paths(config)),
+        Path(_local_dir(config)),
+    ]
+    paths = [str(folder.absolute()) for folder in folders]
     mistakes = Mistakes()
-    for path in named:
+    for path in paths:
         if ":" in path or "," in path:
             mistakes.add(
                 f"site.container.runtime: found {config.site.container.runtime} and the path "
@@ -113,7 +116,7 @@ def mounts(config: Config, run_dir: Path) -> list[str]:
                 "without ,"
             )
     mistakes.raise_if_any()
-    return list(dict.fromkeys([*named, *config.site.container.mounts]))
+    return list(dict.fromkeys([*paths, *config.site.container.mounts]))
 
 
 def _image(config: Config) -> str:

@@ -1,9 +1,8 @@
-"""Groups of a heterogeneous run that went on in jobs of their own: looked after from afar, and
-taken back at its end.
+"""Detached groups of a heterogeneous run: groups that continued in separate jobs.
 
-A successor has a component for every group again. It could not start where a group stayed away on
-nodes of its own, and no others are free; so with the job of the whole run these end too, after
-their groups have saved.
+The supervisor of the run watches the jobs of these groups. A successor of the run has a component
+for every group again, and it cannot start while a detached group holds nodes that it needs.
+Therefore the separate jobs end with the job of the run, after their groups have saved.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.allocation import Allocation
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
-from relax_hpc.cluster.slurm.lost_jobs import refuse_vain_jobs
+from relax_hpc.cluster.slurm.lost_jobs import check_job_limit
 from relax_hpc.cluster.slurm.submissions import Ledger
 from relax_hpc.cluster.supervise.launch_records import all_done, all_ended, read_launch
 from relax_hpc.cluster.supervise.supervisor import Supervisor
@@ -24,127 +23,128 @@ from relax_hpc.config.groups import group_of
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 _ASK_S, _SOON_S = 10.0, 2.0
-"""Seconds between looks at their jobs (slurmctld serves the whole cluster): mostly, and after a
-group's end."""
+"""Seconds between two checks of the jobs, normally and after the end of a group. slurmctld serves
+the whole cluster, so that a run must not ask it often."""
 _RESIZED = "it was submitted again with other resources than its component has"
-_NO_COMPONENT = "its component was given back"
+_NO_COMPONENT = "its component was cancelled"
 
 
-class Moved:
-    """Moved groups of the job around ``allocation``, which has a place for each."""
+class DetachedGroups:
+    """Detached groups of the job around ``allocation``, which has a component for each of them."""
 
     def __init__(self, run: RunDir, config: Config, slurm: Slurm, allocation: Allocation) -> None:
         self.run, self.config, self.slurm, self.allocation = run, config, slurm, allocation
         self.ledger = Ledger(run)
-        self._asked = time.monotonic()
+        self._checked_at = time.monotonic()
 
-    def find(self, supervisor: Supervisor) -> None:
-        """Tell a supervisor that begins which of its groups live elsewhere, and which cannot be in
-        their component."""
-        for name in supervisor.roll.names:
+    def fill_table(self, supervisor: Supervisor) -> None:
+        """Enter into the table of a new supervisor which groups are detached, and which cannot run
+        in their component."""
+        for name in supervisor.table.names:
             if all_done(self.run, self.config, name):
                 continue
-            if entry := self.ledger.newest(name):
-                supervisor.roll.elsewhere[name] = entry.job
-            elif why := self._unfit(name):
-                supervisor.roll.unfit[name] = why
+            submission = self.ledger.separate_job(name)
+            if submission:
+                supervisor.table.detached[name] = submission.job
+                continue
+            reason = self._unfit_reason(name)
+            if reason:
+                supervisor.table.unfit[name] = reason
 
-    def _unfit(self, name: str) -> str:
-        place = self.allocation.places[name]
-        if place.het and self.ledger.gave_way(place.job):
+    def _unfit_reason(self, name: str) -> str:
+        """Reason why a group cannot run in its component; empty if it can."""
+        nodes = self.allocation.group_nodes[name]
+        if nodes.het and self.ledger.is_retired(nodes.job):
             return _NO_COMPONENT
-        return _RESIZED if place.het and self._resized(name) else ""
+        return _RESIZED if nodes.het and self._was_resized(name) else ""
 
-    def _resized(self, name: str) -> bool:
-        """Whether a group asks for other resources by now than the components of this run were
-        submitted with."""
-        now = group_of(load_resolved(self.run.root, name), name).resources
-        return now != group_of(self.config, name).resources
+    def _was_resized(self, name: str) -> bool:
+        """Whether the resources of a group have changed since the components were submitted."""
+        present = group_of(load_resolved(self.run.root, name), name).resources
+        return present != group_of(self.config, name).resources
 
-    # -- while the job goes on ---------------------------------------------------------------------
+    # -- while the job runs ------------------------------------------------------------------------
 
     def tick(self, supervisor: Supervisor) -> None:
-        """Look for groups whose job is gone: they get another one, or are taken back. To be called
-        once a beat."""
-        waited_s = time.monotonic() - self._asked
+        """Find groups whose job is gone. They get another job, or return to their component. To be
+        called once in each heartbeat interval."""
+        waited_s = time.monotonic() - self._checked_at
         soon = waited_s >= _SOON_S and any(
-            self._has_ended(name) for name in supervisor.roll.elsewhere
+            self._has_ended(name) for name in supervisor.table.detached
         )
-        if supervisor.roll.elsewhere and (soon or waited_s >= _ASK_S):
-            self._asked = time.monotonic()
+        if supervisor.table.detached and (soon or waited_s >= _ASK_S):
+            self._checked_at = time.monotonic()
             with contextlib.suppress(SlurmError, OSError):
-                self._look(supervisor)
+                self._check_jobs(supervisor)
 
     def _has_ended(self, name: str) -> bool:
-        """Whether a group has left its marks in the job that it has now, but is not done."""
-        launch, entry = (
-            read_launch(self.run, name, latest_incarnation(self.run, name)),
-            self.ledger.last(name),
-        )
-        here = launch is not None and entry is not None and launch.job == entry.job
-        return (
-            here
-            and all_ended(self.run, self.config, name)
-            and not all_done(self.run, self.config, name)
-        )
+        """Whether a group has ended in its present job without being done."""
+        launch = read_launch(self.run, name, latest_incarnation(self.run, name))
+        submission = self.ledger.last_separate_job(name)
+        if launch is None or submission is None or launch.job != submission.job:
+            return False
+        return all_ended(self.run, self.config, name) and not all_done(self.run, self.config, name)
 
-    def _look(self, supervisor: Supervisor) -> None:
-        """A job that is gone before its group is done is replaced, as often as a group may be
-        started."""
-        last = {
-            name: entry for name in supervisor.roll.elsewhere if (entry := self.ledger.last(name))
-        }
-        jobs = self.slurm.jobs(*(entry.job for entry in last.values()))
-        for name, entry in last.items():
-            state = jobs[entry.job].state if entry.job in jobs else GONE
+    def _check_jobs(self, supervisor: Supervisor) -> None:
+        """Replace each job that is gone before its group is done, within the limit of restarts."""
+        submissions = {}
+        for name in supervisor.table.detached:
+            submission = self.ledger.last_separate_job(name)
+            if submission:
+                submissions[name] = submission
+        jobs = self.slurm.jobs(*(submission.job for submission in submissions.values()))
+        for name, submission in submissions.items():
+            job = submission.job
+            state = jobs[job].state if job in jobs else GONE
             if all_done(self.run, self.config, name):
                 continue
-            if self.ledger.gave_way(entry.job):
-                if supervisor.roll.elsewhere[name] and (
-                    state == GONE or all_ended(self.run, self.config, name)
-                ):
+            if self.ledger.is_retired(job):
+                has_left = state == GONE or all_ended(self.run, self.config, name)
+                if supervisor.table.detached[name] and has_left:
                     self._take_back(supervisor, name)
                 continue
-            supervisor.roll.elsewhere[name] = entry.job
-            dead = verdict(Evidence(job=state), self.config.liveness).fate is Fate.DEAD
-            # One asked for just now may take a moment to show.
-            # What is asked for on a full disk could not even be written down.
-            if dead and time.time() - entry.time > _ASK_S and not supervisor.disk.hinders():
-                refuse_vain_jobs(supervisor, self.ledger, name)
-                supervisor.starts.replace_elsewhere(name, f"job {entry.job} is gone")
+            supervisor.table.detached[name] = job
+            is_dead = verdict(Evidence(job=state), self.config.liveness).fate is Fate.DEAD
+            # squeue may not show a new job for a moment. On a full disk a new job could not be
+            # recorded.
+            is_old = time.time() - submission.time > _ASK_S
+            if is_dead and is_old and not supervisor.disk.is_full():
+                check_job_limit(supervisor, self.ledger, name)
+                supervisor.starts.replace_detached(name, f"job {job} is gone")
 
     def _take_back(self, supervisor: Supervisor, name: str) -> None:
-        """Take a group back whose job gave way before it saw this one, because the predecessor's
-        was gone."""
-        del supervisor.roll.elsewhere[name]
-        if why := self._unfit(name):
-            supervisor.roll.unfit[name] = why
-        supervisor.bring_back(name, why or "its job gave way")
+        """Return a group to its component. Its separate job has ended because the previous job of
+        the run was gone, before this job started."""
+        del supervisor.table.detached[name]
+        reason = self._unfit_reason(name)
+        if reason:
+            supervisor.table.unfit[name] = reason
+        supervisor.bring_back(name, reason or "its separate job was retired")
 
-    # -- at its end --------------------------------------------------------------------------------
+    # -- at the end of the job ---------------------------------------------------------------------
 
-    def take_along(self, name: str) -> bool:
-        """Have the job of a group give way, while the hub is still there to save to; whether it
-        does."""
-        job = self._job(name)
-        # On a full disk nobody can be told: such a job gives way when it finds this one gone.
+    def retire_group(self, name: str) -> bool:
+        """Retire the separate job of a group while the hub can still save its work. Returns whether
+        the group has such a job."""
+        job = self._retirable_job(name)
+        # If this cannot be written on a full disk, the job ends when it finds this one gone.
         with contextlib.suppress(OSError):
             if job:
-                self.ledger.give_way(job)
+                self.ledger.mark_retired(job)
             return bool(job)
         return False
 
     def jobs(self) -> list[str]:
-        """Jobs that are to be given back with this job."""
-        return [job for name in self.config.groups if (job := self._job(name))]
+        """Separate jobs that end with this job."""
+        jobs = [self._retirable_job(name) for name in self.config.groups]
+        return [job for job in jobs if job]
 
-    def _job(self, name: str) -> str:
-        """The job that a group has or had to itself; empty: none, or one that it could not leave
-        for a successor's.
+    def _retirable_job(self, name: str) -> str:
+        """The separate job of a group. Empty if there is none, or if the group could not return to
+        a component of the successor.
 
-        Further members of a group have no component, and jobs as short as the user wished: those
-        stay.
+        Jobs of further members of a group continue, because these members have no component.
         """
-        entry = self.ledger.last(name) if name in self.config.groups else None
-        comes_back = self.config.site.sbatch_on_nodes or not self._resized(name)
-        return entry.job if entry and comes_back else ""
+        submission = self.ledger.last_separate_job(name) if name in self.config.groups else None
+        can_return = self.config.site.sbatch_on_nodes or not self._was_resized(name)
+        return submission.job if submission and can_return else ""

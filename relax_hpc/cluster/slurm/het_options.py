@@ -1,9 +1,8 @@
-"""sbatch options that a component of a heterogeneous job takes from the one before it, unless it
-states its own.
+"""sbatch options that a component of a heterogeneous job inherits from the component before it.
 
-sbatch resets most options at `#SBATCH hetjob`, not these: they are all in the table of options of
-22.05 (src/common/slurm_opt.c) without `reset_each_pass`. So what was meant for the hub alone, such
-as 16 GB of memory or CPU hours, would silently apply to the nodes with GPUs.
+sbatch resets most options at `#SBATCH hetjob`, but not the options in `INHERITED`. Options of the
+hub, such as 16 GB of memory, would then silently apply to the GPU nodes. Each component therefore
+states these options itself.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from relax_hpc.base.errors import ConfigError, Mistakes
 
+# The options that lack `reset_each_pass` in the option table of sbatch 22.05
+# (src/common/slurm_opt.c).
 INHERITED: dict[str, str | None] = {
     "account": None,
     "acctg-freq": "",
@@ -46,43 +47,47 @@ INHERITED: dict[str, str | None] = {
     "wait-all-nodes": "0",
     "wckey": None,
 }
-"""Option -> the value that undoes it, None where there is none. Those that relax_hpc makes from
-other settings, and states in each component or for the first alone, are not here."""
+"""Option -> the value that neutralises it, or None if no value does. Options that relax_hpc derives
+from other settings are not in this table."""
 
 
-def undone(components: Sequence[tuple[str, Mapping[str, str]]]) -> list[dict[str, str]]:
-    """Options that each component (its name, the options that it states) has to state besides, lest
-    it takes them from the ones before.
+def neutral_options(components: Sequence[tuple[str, Mapping[str, str]]]) -> list[dict[str, str]]:
+    """Options that each component must state in addition, so that it does not inherit them.
+    ``components``: the name of each component and the options that it states.
 
-    ConfigError where one before states what this one does not and nothing can undo.
+    ConfigError if an earlier component states an option that this one does not state and that no
+    value neutralises.
     """
-    before: dict[str, str] = {}
-    found: list[dict[str, str]] = []
+    first_user: dict[str, str] = {}
+    additions: list[dict[str, str]] = []
     mistakes = Mistakes()
     for name, options in components:
-        found.append({})
-        for option, first in before.items():
+        additions.append({})
+        for option, first in first_user.items():
             if option not in options:
                 with mistakes:
-                    found[-1][option] = _neutral(name, option, first, options)
-        before |= {option: name for option in options if option in INHERITED}
+                    additions[-1][option] = _neutral_value(name, option, first, options)
+        first_user |= {option: name for option in options if option in INHERITED}
     mistakes.raise_if_any()
-    return found
+    return additions
 
 
-def _neutral(name: str, option: str, first: str, options: Mapping[str, str]) -> str:
-    if (value := INHERITED[option]) is not None:
+def _neutral_value(name: str, option: str, first: str, options: Mapping[str, str]) -> str:
+    value = INHERITED[option]
+    if value is not None:
         return value
-    key, found, advice = f"options.{option}", "none", "or in site.options, for all"
+    key, present, advice = f"options.{option}", "none", "or in site.options, for all"
     if option == "mem":
-        other = next(
-            (f"{way} {options[way]}" for way in ("mem-per-cpu", "mem-per-gpu") if way in options),
-            "",
-        )
         key, advice = "memory", "0 is all of a node"
-        found = f"none beside {other}, with which sbatch takes no memory a node" if other else found
+        for memory_option in ("mem-per-cpu", "mem-per-gpu"):
+            if memory_option in options:
+                present = (
+                    f"none, but {memory_option} {options[memory_option]}, with which sbatch "
+                    "accepts no memory of a node"
+                )
+                break
     raise ConfigError(
-        f"groups.{name}.resources.{key}: found {found}, but groups.{first} states one, which "
+        f"groups.{name}.resources.{key}: found {present}, but groups.{first} states one, which "
         "sbatch passes on to the "
         f"components after it; state it for {name} too ({advice}), or take layout: jobs"
     )

@@ -1,12 +1,14 @@
-"""Allocations of a `Config`: which groups get which nodes, tasks, CPUs and GPUs, and what that
-costs.
+"""Allocations of a `Config`: nodes, tasks, CPUs and GPUs of each group, and the hours that they
+cost.
 
-`het`: one heterogeneous job. Its component 0, the hub, has two nodes (active and standby): with
-one, the death of any node anywhere ends the whole job. One-node groups come last, as the death of
-one takes those after it along (both seen on Slurm 22.05). `jobs`: one ordinary job a group; a hub
-that is given two nodes has its standby there too. `local`: one job of one node that holds all
-groups.
+`het`: one heterogeneous job. Component 0, the hub, has two nodes, one active and one standby.
+`jobs`: one ordinary job for each group. A hub with two nodes has a standby there too. `local`: one
+job of one node with all groups.
 """
+
+# Node failures in heterogeneous jobs of Slurm 22.05: if component 0 has one node, the death of any
+# node ends the whole job. If a component loses its only node, each later component of one node ends
+# too. Therefore the hub has two nodes, and groups of one node come last.
 
 from __future__ import annotations
 
@@ -29,11 +31,11 @@ _TIME = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One allocation: a component of a het job, or an ordinary job."""
+    """One allocation: a component of a heterogeneous job, or an ordinary job."""
 
     groups: tuple[str, ...]
-    """Groups in it, all in the `local` layout. The first names it; a hub that rides on another
-    group comes second."""
+    """Groups in it; in layout `local` all groups. The first one names it. A hub on the nodes of
+    another group comes second."""
     nodes: int
     tasks_per_node: int
     cpus_per_task: int
@@ -41,7 +43,7 @@ class Component:
     memory: str
     time: str
     options: dict[str, str]
-    """sbatch options by long name, the group's over the site's."""
+    """sbatch options by long name. Options of the group replace those of the site."""
 
     @property
     def name(self) -> str:
@@ -50,53 +52,57 @@ class Component:
     @property
     def hours(self) -> float:
         """Time limit, hours."""
-        return seconds(self.time, "time") / 3600
+        return time_limit_s(self.time, "time") / 3600
 
 
-def job_name(config: Config, part: Component) -> str:
-    """Name of the job, or component, of ``part``. The part comes first, because squeue shows 8
-    characters of a name."""
-    return config.name if config.layout == "local" else f"{part.name}-{config.name}"
+def job_name(config: Config, component: Component) -> str:
+    """Name of the job, or of the component, in Slurm."""
+    # The group comes first, because squeue shows only 8 characters of a name by default.
+    return config.name if config.layout == "local" else f"{component.name}-{config.name}"
 
 
 def components(config: Config) -> list[Component]:
-    """The allocations of ``config.layout``, in the order of their het numbers; ConfigError, with
-    every mistake, if they cannot be had."""
+    """The allocations of ``config.layout``, in the order of the components. ConfigError with all
+    mistakes if the layout is not possible."""
     if HUB not in config.groups:
         raise ConfigError(
             f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: "
             f"[]}}"
         )
-    mistakes, found = Mistakes(), list[Component]()
+    builders = {"het": _het_components, "jobs": _separate_jobs, "local": _local_job}
+    mistakes, allocations = Mistakes(), list[Component]()
     with mistakes:
-        found = {"het": _het, "jobs": _jobs, "local": _local}[config.layout](config)
-    for key, time in _times(config).items():
+        allocations = builders[config.layout](config)
+    for key, time in _time_limits(config).items():
         with mistakes:
             _check_signal(config, key, time)
     mistakes.raise_if_any()
-    return found
+    return allocations
 
 
-def component(config: Config, group: str) -> Component:
-    """The ordinary job of one group: in the `jobs` layout, or as a replacement, a spare or an
-    elastic member."""
+def group_component(config: Config, group: str) -> Component:
+    """The separate job of one group: in layout `jobs`, or as a replacement, a spare job or a
+    further member."""
     resources = group_of(config, group).resources
     return _component(config, group, resources.nodes, resources.time or config.slurm.time)
 
 
 def gpu_hours(config: Config) -> float:
-    """GPU-hours that the run asks for, if all its allocations last to their time limits."""
-    return sum(part.nodes * part.gpus_per_node * part.hours for part in components(config))
+    """GPU-hours of the run if all its allocations last until their time limits."""
+    return sum(
+        allocation.nodes * allocation.gpus_per_node * allocation.hours
+        for allocation in components(config)
+    )
 
 
 def node_hours(config: Config) -> float:
-    """Node-hours, likewise; a node that several jobs may share counts once for each."""
-    return sum(part.nodes * part.hours for part in components(config))
+    """Node-hours of the run if all its allocations last until their time limits. A node that
+    several jobs share counts once for each job."""
+    return sum(allocation.nodes * allocation.hours for allocation in components(config))
 
 
 def tasks_per_node(config: Config, group: str) -> int:
-    """Processes that a node of ``group`` must hold: those of all its roles; in the hub each node
-    can hold all.
+    """Processes of all roles of ``group`` on one node.
 
     ConfigError if the nodes do not divide the ranks of a role, or have too few GPUs for them.
     """
@@ -130,9 +136,9 @@ def tasks_per_node(config: Config, group: str) -> int:
     return max(1, total)
 
 
-def seconds(time: str, key: str) -> int:
-    """A time limit as sbatch writes it; ConfigError naming ``key`` for anything else, no limit
-    included.
+def time_limit_s(time: str, key: str) -> int:
+    """Seconds of a time limit in the format of sbatch. ConfigError that names ``key`` for any other
+    text, also for no limit.
 
     >>> seconds("90", "slurm.time"), seconds("1-12", "slurm.time"), seconds("24:00:00",
     ...     "slurm.time")
@@ -142,10 +148,11 @@ def seconds(time: str, key: str) -> int:
     total = 0
     if match:
         days = match["days"]
-        parts = [int(match[name] or 0) for name in ("first", "second", "third")]
+        numbers = [int(match[name] or 0) for name in ("first", "second", "third")]
         if days is None and not match["third"]:
-            parts = [0, *parts[:2]]
-        total = int(days or 0) * 86400 + parts[0] * 3600 + parts[1] * 60 + parts[2]
+            # MM or MM:SS has no hours.
+            numbers = [0, *numbers[:2]]
+        total = int(days or 0) * 86400 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2]
     if not total:
         raise ConfigError(
             f"{key}: found {time!r}, allowed: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or "
@@ -155,50 +162,53 @@ def seconds(time: str, key: str) -> int:
 
 
 def mail_types(config: Config) -> str:
-    """Value of --mail-type of the job that has the hub; empty: none."""
+    """Value of --mail-type of the job with the hub; empty if there is none."""
     if config.layout == "jobs":
-        return component(config, HUB).options.get(_MAIL_TYPES, "")
+        return group_component(config, HUB).options.get(_MAIL_TYPES, "")
     return components(config)[0].options.get(_MAIL_TYPES, "")
 
 
-def _het(config: Config) -> list[Component]:
+def _het_components(config: Config) -> list[Component]:
     names = [name for name in config.groups if name != HUB]
+    riders: tuple[str, ...] = ()
     if config.site.cpu_nodes:
-        host, riders = HUB, ()
-        nodes = max(
-            config.groups[HUB].resources.nodes, 1 if config.slurm.one_node_hub else _HET_HUB_NODES
-        )
+        host = HUB
+        least_nodes = 1 if config.slurm.one_node_hub else _HET_HUB_NODES
+        nodes = max(config.groups[HUB].resources.nodes, least_nodes)
     else:
+        # The hub shares the nodes of the largest group.
         host = max(names, key=lambda name: config.groups[name].resources.nodes, default=HUB)
-        nodes, riders = config.groups[host].resources.nodes, () if host == HUB else (HUB,)
+        nodes = config.groups[host].resources.nodes
+        riders = () if host == HUB else (HUB,)
         names = [name for name in names if name != host]
-    mistakes, found = Mistakes(), list[Component]()
+    mistakes, allocations = Mistakes(), list[Component]()
     if nodes < _HET_HUB_NODES and not config.slurm.one_node_hub:
         mistakes.add(
             f"groups.{host}.resources.nodes: found 1 for component 0 of a het job, where any "
             "node's death would end the whole run; take two nodes, or layout: jobs, or allow it "
             "by slurm.one_node_hub: true"
         )
+    # Groups of one node come last, see the top of this module.
     names.sort(key=lambda name: config.groups[name].resources.nodes == 1)
     with mistakes:
-        found.append(_component(config, host, nodes, riders=riders))
+        allocations.append(_component(config, host, nodes, riders=riders))
     for name in names:
         with mistakes:
-            found.append(_component(config, name, config.groups[name].resources.nodes))
+            allocations.append(_component(config, name, config.groups[name].resources.nodes))
     mistakes.raise_if_any()
-    return found
+    return allocations
 
 
-def _jobs(config: Config) -> list[Component]:
-    mistakes, found = Mistakes(), list[Component]()
+def _separate_jobs(config: Config) -> list[Component]:
+    mistakes, allocations = Mistakes(), list[Component]()
     for name in (HUB, *(name for name in config.groups if name != HUB)):
         with mistakes:
-            found.append(component(config, name))
+            allocations.append(group_component(config, name))
     mistakes.raise_if_any()
-    return found
+    return allocations
 
 
-def _local(config: Config) -> list[Component]:
+def _local_job(config: Config) -> list[Component]:
     mistakes, cpus = Mistakes(), 0
     for name, group in config.groups.items():
         if group.resources.nodes > 1:
@@ -210,13 +220,13 @@ def _local(config: Config) -> list[Component]:
             with mistakes:
                 cpus += tasks_per_node(config, name) * group.resources.cpus_per_task
     mistakes.raise_if_any()
-    # The hub's own options and memory are those of CPU nodes.
+    # The options and the memory of the hub are meant for CPU nodes, so that they do not count here.
     resources = [group.resources for name, group in config.groups.items() if name != HUB]
     gpus = sum(group.resources.gpus_per_node for group in config.groups.values())
-    part = Component(
+    allocation = Component(
         groups=(HUB, *(name for name in config.groups if name != HUB)),
         nodes=1,
-        # One task with all CPUs: the roles are started by the batch script itself, not as steps.
+        # One task with all CPUs, because the batch script starts the roles itself, not as steps.
         tasks_per_node=1,
         cpus_per_task=cpus,
         gpus_per_node=gpus,
@@ -224,14 +234,14 @@ def _local(config: Config) -> list[Component]:
         time=config.slurm.time,
         options=_stated_options(config, gpus, [group.options for group in resources]),
     )
-    return [part]
+    return [allocation]
 
 
 def _component(
     config: Config, name: str, nodes: int, time: str = "", riders: tuple[str, ...] = ()
 ) -> Component:
-    """An allocation of ``nodes`` for a group; a group that rides along shares its CPUs."""
-    leads = HUB in (name, *riders)
+    """An allocation of ``nodes`` for a group. Groups in ``riders`` share its CPUs."""
+    has_hub = HUB in (name, *riders)
     resources, tasks, mistakes = group_of(config, name).resources, 0, Mistakes()
     with mistakes:
         _check_devices(config, name)
@@ -251,7 +261,7 @@ def _component(
             _gpus(config, name),
             [resources.options],
             hub=name == HUB,
-            leads=leads,
+            has_hub=has_hub,
         ),
     )
 
@@ -261,14 +271,16 @@ def _stated_options(
     gpus: int,
     groups: Sequence[Mapping[str, str | None]],
     hub: bool = False,
-    leads: bool = True,
+    has_hub: bool = True,
 ) -> dict[str, str]:
-    """sbatch options of an allocation with so many ``gpus`` a node: the site's, then those of its
-    ``groups``, of which a null takes an option off. ``leads``: the mails that the site's options
-    ask for are about this allocation; each further one would send a mail that says nothing of the
-    run."""
-    options: dict[str, str | None] = {**_places(config, hub), **config.site.options}
-    if not leads:
+    """sbatch options of an allocation with ``gpus`` on each node: the options of the site, then
+    those of its ``groups``, where a null removes an option.
+
+    ``hub``: it is the hub alone; ``has_hub``: the hub is in it. Only the allocation with the hub
+    sends the mails that the site's options request, because the others tell nothing about the run.
+    """
+    options: dict[str, str | None] = {**_queue_options(config, hub), **config.site.options}
+    if not has_hub:
         options.pop(_MAIL_TYPES, None)
     if gpus:
         options |= config.site.gpu_options
@@ -277,30 +289,27 @@ def _stated_options(
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _places(config: Config, hub: bool = False) -> dict[str, str]:
+def _queue_options(config: Config, hub: bool = False) -> dict[str, str]:
     site = config.site
     partition = (site.hub_partition if hub and site.cpu_nodes else "") or site.partition
-    named = {"partition": partition, "account": site.account, "qos": site.qos}
-    return {option: value for option, value in named.items() if value}
+    options = {"partition": partition, "account": site.account, "qos": site.qos}
+    return {option: value for option, value in options.items() if value}
 
 
 def _gpus(config: Config, name: str) -> int:
-    """GPUs a node; where all nodes have some, a job without any is refused, or put where nobody
-    wants it."""
-    asked = group_of(config, name).resources.gpus_per_node
-    return (
-        max(asked, 1)
-        if name == HUB and not config.site.cpu_nodes and config.model.device == "cuda"
-        else asked
-    )
+    """GPUs of a group on each node. The hub requests at least one if all nodes have GPUs, because
+    such sites often refuse a job without GPUs or place it in an unsuitable partition."""
+    gpus = group_of(config, name).resources.gpus_per_node
+    if name == HUB and not config.site.cpu_nodes and config.model.device == "cuda":
+        return max(gpus, 1)
+    return gpus
 
 
-def _memory(config: Config, *wanted: str) -> str:
-    return (
-        next((memory for memory in wanted if memory), "")
-        if config.site.memory_request == "mem"
-        else ""
-    )
+def _memory(config: Config, *memories: str) -> str:
+    """The first stated memory, if the site requests memory by --mem."""
+    if config.site.memory_request != "mem":
+        return ""
+    return next((memory for memory in memories if memory), "")
 
 
 def _uneven(config: Config, group: str, role: str) -> str:
@@ -313,8 +322,9 @@ def _uneven(config: Config, group: str, role: str) -> str:
 
 def _check_devices(config: Config, name: str) -> None:
     group = group_of(config, name)
-    asked = group.resources.gpus_per_node and config.site.gpu_request != "none"
-    if asked and (devices := group.env.get("CUDA_VISIBLE_DEVICES")):
+    requests_gpus = group.resources.gpus_per_node and config.site.gpu_request != "none"
+    devices = group.env.get("CUDA_VISIBLE_DEVICES")
+    if requests_gpus and devices:
         raise ConfigError(
             f"groups.{name}.env.CUDA_VISIBLE_DEVICES: found {devices!r}, allowed with layout "
             f"{config.layout}: none, as "
@@ -322,24 +332,23 @@ def _check_devices(config: Config, name: str) -> None:
         )
 
 
-def _times(config: Config) -> dict[str, str]:
-    """The time limits of the layout's jobs, by their keys; in `het` a group's own is that of its
-    replacements."""
-    resources = {
-        name: group.resources for name, group in config.groups.items() if config.layout == "jobs"
-    }
-    own = {
-        f"groups.{name}.resources.time": found.time
-        for name, found in resources.items()
-        if found.time
-    }
-    return own if len(own) == len(config.groups) else {"slurm.time": config.slurm.time} | own
+def _time_limits(config: Config) -> dict[str, str]:
+    """The time limits of the layout's jobs, by their keys. In layout `het`, the time limit of a
+    group applies only to its replacement jobs, and is not included."""
+    group_limits = {}
+    if config.layout == "jobs":
+        for name, group in config.groups.items():
+            if group.resources.time:
+                group_limits[f"groups.{name}.resources.time"] = group.resources.time
+    if len(group_limits) == len(config.groups):
+        return group_limits
+    return {"slurm.time": config.slurm.time} | group_limits
 
 
 def _check_signal(config: Config, key: str, time: str) -> None:
-    if config.slurm.signal_s >= seconds(time, key):
+    if config.slurm.signal_s >= time_limit_s(time, key):
         raise ConfigError(
             f"slurm.signal_s: found {config.slurm.signal_s}, allowed: less than the "
-            f"{seconds(time, key)} s of "
-            f"{key} ({time}), else the run makes way as soon as it starts"
+            f"{time_limit_s(time, key)} s of "
+            f"{key} ({time}), else the run ends for its successor as soon as it starts"
         )

@@ -1,5 +1,5 @@
-"""MPI libraries and launchers: what srun is told, who needs MPI at all, and what is said where they
-do not meet."""
+"""MPI libraries and launchers: the options for srun, the groups that need MPI, and the messages
+about combinations that do not work."""
 
 from __future__ import annotations
 
@@ -16,50 +16,52 @@ def mpi_plugin(config: Config) -> str:
     return "none" if config.site.mpi.launcher == "mpiexec" else config.site.mpi.launcher
 
 
-def with_ranks(config: Config, *groups: str) -> bool:
-    """Whether any role of the groups has ranks that MPI has to introduce to each other."""
-    roles = (
-        (group, role) for group in groups for role in roles_of(config, group) if role in RANKED
-    )
-    return any(ranks_of(config, group, role) > 1 for group, role in roles)
+def needs_mpi(config: Config, *groups: str) -> bool:
+    """Whether a role of the groups has several ranks, which exchange their addresses by MPI."""
+    for group in groups:
+        for role in roles_of(config, group):
+            if role in RANKED and ranks_of(config, group, role) > 1:
+                return True
+    return False
 
 
 def mpi_defaults(config: Config) -> dict[str, str]:
-    """Variables for the mpich wheel unless somebody has chosen: it introduces ranks by libfabric.
-
-    By UCX, its own choice, each hands out 4 KiB that it does not clear, packed only where they are
-    zero. With what had lain there the lines came to over the 1,024 bytes that Slurm's pmi2 plugin
-    takes, now and then: it cut them, and MPI_Init waited for ever, or was aborted by an address
-    that was none. Addresses of libfabric are some dozen bytes.
-    """
+    """Default variables for the mpich wheel: it uses libfabric instead of UCX."""
+    # MPICH 5.0.2 prefers UCX. With UCX each rank publishes a 4 KiB buffer that it does not clear,
+    # and only zero bytes are compressed. The text then sometimes exceeds the 1,024 bytes that the
+    # pmi2 plugin of Slurm 22.05 accepts. The plugin truncates it, and MPI_Init hangs or aborts with
+    # an invalid address. Addresses of libfabric have a few dozen bytes.
     return {"MPIR_CVAR_CH4_NETMOD": "ofi"} if config.site.mpi.library == "wheel" else {}
 
 
 def mpi_variables(config: Config) -> dict[str, str]:
-    """Variables that tell mpi4py of its library; an empty value would be taken for a path."""
+    """Variables that name the MPI library for mpi4py."""
+    # mpi4py 4.1.2 uses an empty MPI4PY_LIBMPI as a path, so the variable is left out.
     library = config.site.mpi.library
     return {"MPI4PY_LIBMPI": library} if library != "wheel" else {}
 
 
 def try_mpi() -> dict[str, object]:
-    """Begin and end MPI as ranks do: how many there are, and whose library it is. Where it is
-    broken, it ends the process or waits for ever."""
+    """Initialise and finalise MPI as ranks do; the number of ranks and the name of the library. A
+    broken MPI ends the process or hangs."""
     from mpi4py import MPI
 
-    found = {
+    world: dict[str, object] = {
         "ranks": MPI.COMM_WORLD.Get_size(),
         "library": MPI.Get_library_version().splitlines()[0][:80],
     }
     MPI.COMM_WORLD.Barrier()
     MPI.Finalize()
-    return found
+    return world
 
 
-def mpi_problem(config: Config, worlds: Sequence[dict[str, Any]], wanted: int, last: str) -> str:
-    """Problem of MPI where ``worlds`` are the answers of `try_mpi` from ``wanted`` tasks of a step;
-    empty: none.
+def find_mpi_problem(
+    config: Config, worlds: Sequence[dict[str, Any]], wanted: int, last: str
+) -> str:
+    """Description of a problem of MPI; empty if there is none.
 
-    ``last``: the last words of the step.
+    ``worlds``: the results of `try_mpi` from ``wanted`` tasks of a step. ``last``: the last output
+    of the step.
     """
     mpi = config.site.mpi
     settings = (
@@ -68,6 +70,7 @@ def mpi_problem(config: Config, worlds: Sequence[dict[str, Any]], wanted: int, l
     if len(worlds) < wanted:
         return f"MPI_Init did not succeed ({last}); {settings}"
     if any(world["ranks"] != wanted for world in worlds):
-        alone = f"MPI: {worlds[0]['library']} found {worlds[0]['ranks']} of {wanted} ranks"
-        return f"{alone}, so it does not speak with srun --mpi={mpi_plugin(config)}; {settings}"
+        # Without support for the plugin, an MPI library may start each task as a world of one rank.
+        ranks = f"MPI: {worlds[0]['library']} found {worlds[0]['ranks']} of {wanted} ranks"
+        return f"{ranks}, so it does not work with srun --mpi={mpi_plugin(config)}; {settings}"
     return ""

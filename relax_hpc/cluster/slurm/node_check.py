@@ -1,4 +1,4 @@
-"""Look at the nodes of an allocation before groups start on them, and remember those that fail."""
+"""Check of the nodes of an allocation before groups start on them, with a record of bad nodes."""
 
 from __future__ import annotations
 
@@ -14,94 +14,86 @@ from typing import Any
 
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.container import container_command, container_srun_options, role_python
-from relax_hpc.cluster.slurm.mpi import mpi_plugin, mpi_problem, with_ranks
-from relax_hpc.cluster.slurm.node_probe import BadNodes, excluded
+from relax_hpc.cluster.slurm.mpi import find_mpi_problem, mpi_plugin, needs_mpi
+from relax_hpc.cluster.slurm.node_probe import BadNodes, excluded_nodes
 from relax_hpc.cluster.slurm.srun import srun_options
 from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_of
 
 _DEADLINE_S, _END_S = 60.0, 5.0
+"""Seconds for a check, and seconds for its step to end after SIGKILL."""
 _CONTAINER_S = 300.0
-"""Further seconds for an image that has to be fetched first."""
+"""Seconds for a check in a container, whose image may have to be fetched first."""
 _MPI_S, _LOOK_S = 60.0, 1.0
-"""Seconds for MPI once all nodes have reported, and between looks."""
+"""Seconds for MPI after all nodes have reported, and seconds between two reads of the output."""
 _NOT_STARTED = (
     "Unable to create step",
     "Unable to confirm allocation",
     "Unable to contact slurm controller",
 )
-"""Messages of srun where Slurm started nothing, which is no fault of the nodes."""
+"""Messages of srun if Slurm did not start the step. Then the nodes are not at fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCheck:
-    """A pre-flight that runs on the nodes of a group."""
+    """A running check of the nodes of a group."""
 
     name: str
     config: Config
     step: subprocess.Popen[str]
     deadline: float
     mpi: bool
-    """Whether it tries MPI between the nodes."""
+    """Whether it also tests MPI between the nodes."""
     nodes: int = 1
 
 
 def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, str]:
-    """Run the pre-flight on all nodes of the groups ``names`` at once; of each group that must not
-    start there, why.
+    """Check all nodes of the groups ``names`` in parallel. Returns, for each group that must not
+    start on its nodes, the reason.
 
-    It runs where the roles will: on their nodes, in their container, by their interpreter, and with
-    their MPI if any has ranks. One that could not run is a reason too. Failing nodes are written to
-    the run's list of bad nodes.
+    The check has the same conditions as the roles: their nodes, their container, their interpreter,
+    and their MPI if a role has ranks. A check that could not run is a reason too. Failing nodes are
+    added to the run's list of bad nodes.
     """
     checks = [_start(launcher, name) for name in names]
-    return {check.name: reason for check in checks if (reason := _judge(launcher, check))}
+    reasons = {check.name: _evaluate(launcher, check) for check in checks}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def exclude_option(run: RunDir, chosen: str = "", avoid: str = "") -> list[str]:
-    """`--exclude` for sbatch with the run's repeat offenders and node ``avoid``, beside those that
-    the user has ``chosen``, which stand in the script too; nothing if they are all."""
-    names = [name for name in (avoid, *excluded(run)) if name]
-    return [f"--exclude={','.join([chosen, *names] if chosen else names)}"] if names else []
+    """`--exclude` for sbatch with nodes that failed repeatedly and node ``avoid``; empty if there
+    are none."""
+    names = [name for name in (avoid, *excluded_nodes(run)) if name]
+    if not names:
+        return []
+    # The option replaces that of the script, so that the nodes which the user has ``chosen`` are
+    # repeated.
+    return [f"--exclude={','.join([chosen, *names] if chosen else names)}"]
 
 
 def _start(launcher: StepLauncher, name: str) -> NodeCheck:
-    config, run, place = (
-        load_resolved(launcher.run.root, name),
-        launcher.run,
-        launcher.allocation.places[name],
-    )
-    group, mpi = group_of(config, name), with_ranks(config, name) and mpi_plugin(config) != "none"
-    words = [
-        role_python(config),
-        "-m",
-        "relax_hpc.cluster.slurm.node_probe",
-        "--run_dir",
-        str(run.root),
-    ]
-    srun = [*launcher.place_words(place), f"--mpi={mpi_plugin(config) if mpi else 'none'}"]
-    srun += [
-        "--ntasks-per-node=1",
-        f"--ntasks={place.nodes}",
-        *srun_options(config),
-        "--export=ALL",
-    ]
+    config, run = load_resolved(launcher.run.root, name), launcher.run
+    nodes = launcher.allocation.group_nodes[name]
+    group, mpi = group_of(config, name), needs_mpi(config, name) and mpi_plugin(config) != "none"
+    probe = [role_python(config), "-m", "relax_hpc.cluster.slurm.node_probe"]
+    probe += ["--run_dir", str(run.root)]
+    srun = [*launcher.srun_on_nodes(nodes), f"--mpi={mpi_plugin(config) if mpi else 'none'}"]
+    srun += ["--ntasks-per-node=1", f"--ntasks={nodes.nodes}"]
+    srun += [*srun_options(config), "--export=ALL"]
     if config.model.device == "cuda" and group.resources.gpus_per_node:
-        words += ["--gpus", str(group.resources.gpus_per_node)]
-        srun += (
-            []
-            if config.site.gpu_request == "none"
-            else [f"--gpus-per-node={group.resources.gpus_per_node}"]
-        )
-    if interface := group.interface or config.site.interface:
-        words += ["--interface", interface]
+        probe += ["--gpus", str(group.resources.gpus_per_node)]
+        if config.site.gpu_request != "none":
+            srun.append(f"--gpus-per-node={group.resources.gpus_per_node}")
+    interface = group.interface or config.site.interface
+    if interface:
+        probe += ["--interface", interface]
     if mpi:
-        words.append("--mpi")
-    inside = config.site.container.runtime != "none"
+        probe.append("--mpi")
+    in_container = config.site.container.runtime != "none"
     step = subprocess.Popen(
         [*srun, "--job-name=preflight", *container_srun_options(config, run.root),
-         *container_command(config, run.root), *words],
+         *container_command(config, run.root), *probe],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -114,24 +106,24 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
         name,
         config,
         step,
-        time.monotonic() + (_CONTAINER_S if inside else _DEADLINE_S),
+        time.monotonic() + (_CONTAINER_S if in_container else _DEADLINE_S),
         mpi,
-        place.nodes,
+        nodes.nodes,
     )
 
 
-def _judge(launcher: StepLauncher, check: NodeCheck, again: bool = True) -> str:
-    """Reason why the group must not start on its nodes; empty if all of them are well."""
-    (output, late), name = _output(check), check.name
-    found, rest = read_reports(output)
-    last = " ".join(rest.split())[-300:] or "it said nothing"
-    reports = {report["node"]: report for report in found if "problems" in report}
+def _evaluate(launcher: StepLauncher, check: NodeCheck, may_retry: bool = True) -> str:
+    """Reason why the group must not start on its nodes; empty if all of them passed."""
+    (output, late), name = _read_output(check), check.name
+    all_reports, messages = read_reports(output)
+    last = " ".join(messages.split())[-300:] or "no output"
+    reports = {report["node"]: report for report in all_reports if "problems" in report}
     if not reports and any(text in output for text in _NOT_STARTED):
         print(f"{name}: no pre-flight, as Slurm did not start it: {last}", flush=True)
         return ""
     if not reports:
-        # The same everywhere: no node is to blame.
-        return f"the pre-flight could not run ({last}); see {_where(check.config)}"
+        # No node answered, so that a single node is not the cause.
+        return f"the pre-flight could not run ({last}); see {_likely_cause(check.config)}"
     bad = {node: report["problems"] for node, report in reports.items() if not report["ok"]}
     bad |= {
         node: ["no answer to the pre-flight"]
@@ -143,66 +135,68 @@ def _judge(launcher: StepLauncher, check: NodeCheck, again: bool = True) -> str:
     reason = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in bad.items())
     if reason or not check.mpi:
         return reason
-    wrong = mpi_problem(
-        check.config, [report["mpi"] for report in found if "mpi" in report], len(reports), last
-    )
-    if wrong and late and again:
-        # As MPICH does now and then where it is not told of `mpi_defaults`.
-        print(f"{name}: {wrong}; it hung, and is tried again", flush=True)
-        return _judge(launcher, _start(launcher, name), again=False)
-    return wrong
+    worlds = [report["mpi"] for report in all_reports if "mpi" in report]
+    problem = find_mpi_problem(check.config, worlds, len(reports), last)
+    if problem and late and may_retry:
+        # MPICH 5.0.2 with UCX sometimes hangs in MPI_Init under pmi2, see `mpi_defaults`.
+        print(f"{name}: {problem}; it hung, and is tried again", flush=True)
+        return _evaluate(launcher, _start(launcher, name), may_retry=False)
+    return problem
 
 
 def read_reports(output: str) -> tuple[list[dict[str, Any]], str]:
-    """Reports of nodes, a line each, and all else that was said: by Slurm, a container, or a site's
-    profile."""
-    found, rest = [], []
+    """Reports of nodes, one line each, and all other lines, which Slurm, a container, or the site's
+    profile prints."""
+    reports, messages = [], []
     for line in output.splitlines():
         try:
             report = json.loads(line)
         except ValueError:
             report = None
         if isinstance(report, dict) and "node" in report:
-            found.append(report)
+            reports.append(report)
         else:
-            rest.append(line)
-    return found, "\n".join(rest)
+            messages.append(line)
+    return reports, "\n".join(messages)
 
 
-def _output(check: NodeCheck) -> tuple[str, bool]:
-    """Output of the step when it ends, or at the deadline; whether it is that. Then the step is
-    ended.
+def _read_output(check: NodeCheck) -> tuple[str, bool]:
+    """Output of the step, and whether the step was killed at its deadline.
 
-    Once all nodes have reported the deadline is that of MPI, which waits for ever where it is
-    broken.
+    After all nodes have reported, the deadline is that of MPI, because a broken MPI hangs.
     """
-    step, said, end = check.step, b"", check.deadline
-    while (left := end - time.monotonic()) > 0:
+    step, output, deadline = check.step, b"", check.deadline
+    while True:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            break
         try:
-            return step.communicate(timeout=min(left, _LOOK_S))[0], False
-        except subprocess.TimeoutExpired as late:
-            said = late.output or b""
-        if end == check.deadline and len(read_reports(_text(said))[0]) >= check.nodes:
-            end = min(end, time.monotonic() + _MPI_S)
+            return step.communicate(timeout=min(remaining_s, _LOOK_S))[0], False
+        except subprocess.TimeoutExpired as timeout:
+            output = timeout.output or b""
+        if deadline == check.deadline and len(read_reports(_decode(output))[0]) >= check.nodes:
+            deadline = min(deadline, time.monotonic() + _MPI_S)
     for _ in range(2):
-        # First srun alone, as its second process then cancels the step; that may be hung as well.
+        # srun 22.05 consists of two processes. If only the parent is killed, the child cancels the
+        # step. If the child hangs too, the second attempt kills it.
         with contextlib.suppress(ProcessLookupError):
-            step.kill() if step.poll() is None else os.killpg(step.pid, signal.SIGKILL)
+            if step.poll() is None:
+                step.kill()
+            else:
+                os.killpg(step.pid, signal.SIGKILL)
         try:
             return step.communicate(timeout=_END_S)[0], True
-        except subprocess.TimeoutExpired as late:
-            said = late.output or b""
-    return _text(said), True
+        except subprocess.TimeoutExpired as timeout:
+            output = timeout.output or b""
+    return _decode(output), True
 
 
-def _text(said: bytes | str) -> str:
-    return said.decode(errors="replace") if isinstance(said, bytes) else said
+def _decode(output: bytes | str) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output
 
 
-def _where(config: Config) -> str:
-    inside = config.site.container.runtime != "none"
-    return (
-        "site.container (image, python, mounts)"
-        if inside
-        else "site.python and the modules of the nodes"
-    )
+def _likely_cause(config: Config) -> str:
+    """Settings that a user should check if no node answers."""
+    if config.site.container.runtime != "none":
+        return "site.container (image, python, mounts)"
+    return "site.python and the modules of the nodes"

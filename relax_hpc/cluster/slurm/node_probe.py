@@ -1,10 +1,9 @@
-"""Probe of a node, which takes a second before a group is started on it; and which nodes keep
-failing.
+"""Probe of a node before a group is started on it, and the list of nodes that fail repeatedly.
 
 `python -m relax_hpc.cluster.slurm.node_probe --run_dir RUN [--gpus N] [--min_memory_gib M]
-[--interface I] [--mpi]` prints one JSON line, and with --mpi a second one once MPI has told all
-nodes of each other: where MPI is broken it ends the process, or waits for ever. It is run under a
-deadline: on a filesystem that hangs it hangs too.
+[--interface I] [--mpi]` takes about a second and prints one JSON line. With --mpi it prints a
+second line after MPI has connected all nodes; a broken MPI ends the process or hangs. The caller
+needs a deadline, because the probe hangs on a file system that hangs.
 """
 
 from __future__ import annotations
@@ -29,24 +28,25 @@ from relax_hpc.base.errors import EXIT_DONE, EXIT_RETRY, ConfigError
 from relax_hpc.base.foreign_files import parse_json, read_in_run
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.mpi import try_mpi
-from relax_hpc.cluster.slurm.program_output import ask
+from relax_hpc.cluster.slurm.program_output import run_program
 from relax_hpc.net.rendezvous.network import interface_address
 
 MAX_CLOCK_S = 2.0
 MAX_GPU_USED_SHARE = 0.1
-"""Share of a GPU's memory in use before anything of ours runs there; beyond it is somebody's
-left-over process."""
+"""Largest share of a GPU's memory in use before a group starts. A larger share means that another
+process was left over."""
 MIN_SHM_MIB = 32
 SMI_TIMEOUT_S = 10.0
 FORGET_S = 24 * 3600.0
-"""Seconds after which a failure no longer counts: nodes get mended."""
+"""Seconds after which a failure no longer counts, because nodes are repaired."""
 FABRIC = Path("/sys/class/infiniband")
 SHM = Path("/dev/shm")
 
 
 @dataclass(slots=True)
 class Report:
-    """A node about itself; `problems` are lines that name what was found and what is allowed."""
+    """Report of a node about itself. `problems` are lines with the value found and the allowed
+    one."""
 
     node: str
     problems: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Report:
     """Free host memory."""
     shm_mib: int = 0
     clock_s: float = 0.0
-    """Seconds that the run directory's filesystem is ahead of this host."""
+    """Seconds by which the clock of the run directory's file system is ahead of this host."""
 
     @property
     def ok(self) -> bool:
@@ -67,15 +67,16 @@ class Report:
 
 
 def node_name() -> str:
-    """Name of this node in Slurm; several emulated ones share a host name."""
+    """Name of this node in Slurm."""
+    # Nodes of a sandbox share one host name; slurmd sets SLURMD_NODENAME in every task.
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def check_node(
     run: RunDir, gpus: int = 0, min_memory_gib: float = 0.0, interface: str = ""
 ) -> Report:
-    """Look at this node; ``gpus``: how many must be there, with their memory free (0: none are
-    looked for)."""
+    """Check this node. ``gpus``: number of GPUs with free memory that it must have (0: GPUs are not
+    checked)."""
     report = Report(node_name())
     report.memory_gib = round(psutil.virtual_memory().available / 2**30, 2)
     if report.memory_gib < min_memory_gib:
@@ -100,8 +101,8 @@ def check_node(
 
 
 def fabric_problems(folder: Path) -> list[str]:
-    """InfiniBand ports that have a link and are not active, or that none is; nothing where there is
-    no fabric."""
+    """Problems of InfiniBand ports: no port is active, or a port has a link and is not active.
+    Empty on a node without InfiniBand."""
     ports = [path for path in sorted(folder.glob("*/ports/*")) if (path / "state").exists()]
     states = {port: (port / "state").read_text().strip() for port in ports}
     if ports and not any(state.endswith("ACTIVE") for state in states.values()):
@@ -110,11 +111,11 @@ def fabric_problems(folder: Path) -> list[str]:
         f"fabric: found {port.parents[1].name} port {port.name} {state}, with a link; needed: "
         "ACTIVE (ibstat)"
         for port, state in states.items()
-        if not state.endswith("ACTIVE") and _linked(port)
+        if not state.endswith("ACTIVE") and _has_link(port)
     ]
 
 
-def _linked(port: Path) -> bool:
+def _has_link(port: Path) -> bool:
     path = port / "phys_state"
     return path.exists() and "LinkUp" in path.read_text()
 
@@ -126,7 +127,7 @@ def _check_gpus(report: Report, wanted: int) -> None:
         "--format=csv,noheader,nounits",
     ]
     try:
-        done = ask(command, SMI_TIMEOUT_S)
+        done = run_program(command, SMI_TIMEOUT_S)
         done.check_returncode()
         rows = [
             [field.strip() for field in line.split(",")]
@@ -159,8 +160,8 @@ def _check_gpus(report: Report, wanted: int) -> None:
 
 
 def _visible(rows: list[list[str]]) -> list[list[str]]:
-    """GPUs of CUDA_VISIBLE_DEVICES, by number or UUID: without cgroups nvidia-smi shows other jobs'
-    GPUs too."""
+    """Rows of the GPUs in CUDA_VISIBLE_DEVICES, which has numbers or UUIDs."""
+    # If Slurm does not confine devices by cgroups, nvidia-smi also shows the GPUs of other jobs.
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not names:
         return rows
@@ -170,10 +171,9 @@ def _visible(rows: list[list[str]]) -> list[list[str]]:
 
 
 def _check_run_dir(report: Report, run: RunDir) -> None:
-    """Write, sync, rename and remove a file; its time says how far the filesystem's clock is
-    off."""
+    """Write, sync, rename and remove a file, and compare its time with the clock of this host."""
     path = run.root / f".preflight-{report.node}-{secrets.token_hex(4)}"
-    done = path.with_name(f"{path.name}.done")
+    renamed = path.with_name(f"{path.name}.done")
     try:
         with path.open("wb") as file:
             before = time.time()
@@ -181,18 +181,18 @@ def _check_run_dir(report: Report, run: RunDir) -> None:
             file.flush()
             os.fsync(file.fileno())
             after = time.time()
-        path.replace(done)
-        changed = done.stat().st_mtime
+        path.replace(renamed)
+        changed = renamed.stat().st_mtime
     except OSError as problem:
         report.problems.append(
             f"run_dir: cannot write in {run.root}: {problem.strerror}; is it mounted here?"
         )
         return
     finally:
-        for left in (path, done):
+        for leftover in (path, renamed):
             with contextlib.suppress(OSError):
-                left.unlink()
-    # A slow sync is no skew: only what lies outside of the write counts.
+                leftover.unlink()
+    # A slow sync is no clock skew. Only a time before or after the whole write counts.
     report.clock_s = round(min(changed - before, 0.0) + max(changed - after, 0.0), 3)
     if abs(report.clock_s) > MAX_CLOCK_S:
         report.problems.append(
@@ -204,13 +204,13 @@ _KINDS = (("time", (int, float)), ("node", str), ("kind", str))
 
 
 class BadNodes:
-    """Failed pre-flights and deaths, one line each in <run>/submit/nodes.jsonl."""
+    """Failed node checks and deaths of nodes, one line each in <run>/submit/nodes.jsonl."""
 
     def __init__(self, run: RunDir) -> None:
         self.path = run.submit / "nodes.jsonl"
 
     def add(self, node: str, kind: str, problems: list[str]) -> None:
-        """Note that ``node`` failed; ``kind``: `preflight` or `death`."""
+        """Record that ``node`` failed. ``kind``: `preflight` or `death`."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"time": time.time(), "node": node, "kind": kind, "problems": problems})
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -218,23 +218,23 @@ class BadNodes:
             file.write(line.encode() + b"\n")
 
     def records(self) -> list[dict]:
-        """Oldest first; a line that a killed process left half written is left out."""
-        found = []
+        """Records, oldest first. Half a line from a killed process is skipped."""
+        records = []
         for text in read_in_run(self.path).splitlines() if self.path.exists() else []:
             try:
                 record = parse_json(text)
                 if isinstance(record, dict) and all(
                     isinstance(record.get(name), kind) for name, kind in _KINDS
                 ):
-                    found.append(record)
+                    records.append(record)
             except ValueError:
                 continue
-        return found
+        return records
 
 
-def excluded(run: RunDir, threshold: int = 2, now: float | None = None) -> list[str]:
-    """Nodes that failed at least ``threshold`` times within the last day: for sbatch's --exclude,
-    and to be shown."""
+def excluded_nodes(run: RunDir, threshold: int = 2, now: float | None = None) -> list[str]:
+    """Nodes that failed at least ``threshold`` times within the last day, for sbatch's --exclude
+    and for `status`."""
     oldest = (time.time() if now is None else now) - FORGET_S
     counts = Counter(
         record["node"] for record in BadNodes(run).records() if record["time"] >= oldest
@@ -252,10 +252,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--min_memory_gib", type=float, default=0.0)
     parser.add_argument("--interface", default="")
     parser.add_argument("--mpi", action="store_true", help="try MPI between the nodes")
-    given = parser.parse_args(argv)
-    report = check_node(RunDir(given.run_dir), given.gpus, given.min_memory_gib, given.interface)
+    arguments = parser.parse_args(argv)
+    report = check_node(
+        RunDir(arguments.run_dir), arguments.gpus, arguments.min_memory_gib, arguments.interface
+    )
     print(report.line(), flush=True)
-    if given.mpi:
+    if arguments.mpi:
         print(json.dumps({"node": report.node, "mpi": try_mpi()}), flush=True)
     return EXIT_DONE if report.ok else EXIT_RETRY
 

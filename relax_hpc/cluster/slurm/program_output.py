@@ -1,4 +1,4 @@
-"""Programs that are run for what they say."""
+"""Programs that are run for their output."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 
-def ask(
+def run_program(
     argv: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Result of ``argv``, which gets nothing to read; bytes in its output that are no text are
+    """Result of ``argv``, which has an empty standard input. Invalid UTF-8 in its output is
     replaced.
 
-    OSError: it cannot be started. subprocess.TimeoutExpired: it was killed after ``timeout_s``.
+    Raises OSError if it cannot be started, and subprocess.TimeoutExpired if it was killed after
+    ``timeout_s``.
     """
     return subprocess.run(
         argv,

@@ -1,7 +1,6 @@
-"""The text that is handed to sbatch. Templates lie in `slurm/` and only call Python.
+"""Batch scripts for sbatch. The templates are in `slurm/`.
 
-Whatever a value holds, it stays a value: #SBATCH lines are quoted as sbatch reads them, shell words
-by `shlex`.
+All values are quoted: in #SBATCH lines for the parser of sbatch, in shell lines by `shlex`.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 from relax_hpc.base.errors import ConfigError, Mistakes
 from relax_hpc.base.local_dir import CACHES
 from relax_hpc.cluster.slurm.container import check_container
-from relax_hpc.cluster.slurm.het_options import undone
-from relax_hpc.cluster.slurm.layout import Component, component, components, job_name
+from relax_hpc.cluster.slurm.het_options import neutral_options
+from relax_hpc.cluster.slurm.layout import Component, components, group_component, job_name
 from relax_hpc.cluster.slurm.srun import srun_options
 from relax_hpc.config.schema import Config
 
@@ -43,8 +43,8 @@ OWN_OPTIONS = {
     "chdir": "",
     "wrap": "",
 }
-"""sbatch options that are made from other settings -> what to set instead, empty if there is
-nothing."""
+"""sbatch options that relax_hpc derives from other settings -> the setting to use instead, or
+empty."""
 FLAGS = frozenset(
     (
         "contiguous",
@@ -69,74 +69,70 @@ _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]*")
 _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
-"""Ways to ask for memory, of which sbatch takes one."""
+"""Options that request memory. sbatch accepts only one of them."""
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 
 
 def render(config: Config) -> dict[str, str]:
-    """sbatch text by file name: `run.sbatch`, or in the `jobs` layout `<group>.sbatch` for each
+    """Batch scripts by file name: `run.sbatch`, or in layout `jobs` `<group>.sbatch` for each
     group.
 
-    ``config`` is a resolved one: its run directory is absolute. ConfigError, with every mistake,
-    for a layout that cannot be had and for values that cannot be written.
+    ``config`` must be resolved, so that its run directory is absolute. ConfigError with all
+    mistakes if the layout is not possible, or if a value cannot be written in a script.
     """
     _refuse_mistakes(config)
     if config.layout == "jobs":
-        return {
-            f"{part.name}.sbatch": render_group(config, part.name) for part in components(config)
-        }
+        return {f"{job.name}.sbatch": render_group(config, job.name) for job in components(config)}
     title = (
         f"Run {_one_line(config.name)}, layout {config.layout}. The same text starts its "
         "successors."
     )
     het = config.layout == "het"
-    return {
-        "run.sbatch": _render(config, components(config), title=title, het=het, **_of_run(config))
-    }
+    variables = _run_variables(config)
+    return {"run.sbatch": _render(config, components(config), title=title, het=het, **variables)}
 
 
 def render_group(config: Config, group: str) -> str:
-    """The ordinary job of one group: its own in the `jobs` layout; a replacement, spare or further
-    member in `het`."""
+    """Batch script of the separate job of one group: in layout `jobs`, or in layout `het` a
+    replacement, a spare job or a further member."""
     title = f"Group {group} of run {_one_line(config.name)}, layout {config.layout}."
-    part = component(config, group)
-    return _render(
-        config, [part], title=title, het=False, **_of_run(config, f" --group {shlex.quote(group)}")
-    )
+    variables = _run_variables(config, f" --group {shlex.quote(group)}")
+    component = group_component(config, group)
+    return _render(config, [component], title=title, het=False, **variables)
 
 
 def render_size(config: Config, size: str, site: Path | None = None) -> str:
-    """A file to submit by hand: ``size``, relative to the repository, is the cluster file that
-    ``config`` is made of, and ``site`` the site file, if it is made for one.
+    """A batch script that a user submits by hand. ``size`` is the cluster file of ``config``,
+    relative to the repository. ``site`` is the site file, if the script is made for one site.
 
-    The run is named by an environment variable, and so is a site that needs nothing in #SBATCH
-    lines. The batch script makes the run directory.
+    An environment variable names the run file, and another one the site file if the site needs no
+    #SBATCH lines. The batch script creates the run directory.
     """
-    on = f" on {site.stem}" if site else ""
-    words = (
+    suffix = f" on {site.stem}" if site else ""
+    command = (
         "RELAX_CONFIG=run.yaml sbatch THIS"
         if site
         else "RELAX_CONFIG=run.yaml RELAX_SITE=site.yaml sbatch THIS"
     )
-    title = _one_line(f"{size}{on}, layout {config.layout}; in the repository: {words}")
-    named = {
+    title = _one_line(f"{size}{suffix}, layout {config.layout}; in the repository: {command}")
+    variables = {
         "by_hand": size,
         "site": shlex.quote(str(site)) if site else "",
         "output": "relax-%j.log",
     }
-    return _render(config, components(config), title=title, het=config.layout == "het", **named)
+    return _render(config, components(config), title=title, het=config.layout == "het", **variables)
 
 
 def templates() -> Path:
-    """The folder of the templates: in the installed package, or in the repository."""
+    """The folder of the templates, in the installed package or in the repository."""
     package = Path(__file__).resolve().parents[2]
     installed = package / "templates"
     return installed if installed.is_dir() else package.parent / "slurm"
 
 
 def directive(name: str, value: str) -> str:
-    """`--name=value` for an #SBATCH line, quoted as sbatch reads it; ConfigError for what such a
-    line cannot hold.
+    """`--name=value` for an #SBATCH line, quoted for sbatch. ConfigError if the line cannot contain
+    the value.
 
     >>> directive("comment", 'a "b" #c')
     '--comment="a \\\\"b\\\\" #c"'
@@ -148,44 +144,49 @@ def directive(name: str, value: str) -> str:
         )
     if not value and name not in FLAGS:
         raise ConfigError(
-            f"options.{name}: found nothing, allowed: a value; null in a group's options takes "
-            "off what the site's options set"
+            f"options.{name}: found nothing, allowed: a value; null in a group's options removes "
+            "an option of the site"
         )
     return f"--{name}={_quote(value, name)}" if value else f"--{name}"
 
 
 def render_environment(config: Config) -> str:
-    """The lines of every batch script before its program: the site's own, modules, caches,
+    """The lines of every batch script before its program: the site's setup, modules, caches and
     variables."""
     return _template("environment.sh.j2").render(**_environment(config))
 
 
 def _refuse_mistakes(config: Config) -> None:
-    """ConfigError with everything for which no script of the run could be written."""
-    mistakes, parts = Mistakes(), []
-    for look in (_of_run, srun_options, _environment):
+    """ConfigError with all reasons why no script of the run can be written."""
+    mistakes, allocations = Mistakes(), list[Component]()
+    checks: tuple[Callable[[Config], object], ...] = (_run_variables, srun_options, _environment)
+    for check in checks:
         with mistakes:
-            look(config)
+            check(config)
     with mistakes:
         check_container(config, Path(config.run_dir))
     with mistakes:
-        parts = components(config)
-    for together in [[part] for part in parts] if config.layout == "jobs" else [parts]:
+        allocations = components(config)
+    jobs = [[job] for job in allocations] if config.layout == "jobs" else [allocations]
+    for job_components in jobs:
         with mistakes:
-            _directives(config, together)
+            _directives(config, job_components)
     mistakes.raise_if_any()
 
 
-def _render(config: Config, parts: list[Component], **variables: Any) -> str:
-    # What no role could be started with is an error now, not when the job has waited for its nodes.
+def _render(config: Config, job_components: list[Component], **variables: Any) -> str:
+    # These errors must appear now, not after the job has waited for its nodes.
     srun_options(config)
     check_container(config, Path(config.run_dir))
-    parted = {"parts": _directives(config, parts), "signal_s": config.slurm.signal_s}
-    return _template("job.sbatch.j2").render(**parted, **_environment(config), **variables)
+    directives = {
+        "parts": _directives(config, job_components),
+        "signal_s": config.slurm.signal_s,
+    }
+    return _template("job.sbatch.j2").render(**directives, **_environment(config), **variables)
 
 
 def _template(name: str) -> Any:
-    # Only submission needs jinja2; reading this package's other functions must not.
+    # Only submission needs jinja2. Other functions of this module must work without it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -215,7 +216,7 @@ def _environment(config: Config) -> dict[str, Any]:
     }
 
 
-def _of_run(config: Config, group: str = "") -> dict[str, str]:
+def _run_variables(config: Config, group: str = "") -> dict[str, str]:
     """Template variables of a run whose directory is known."""
     run_dir = Path(config.run_dir)
     if not config.run_dir or not run_dir.is_absolute():
@@ -238,44 +239,45 @@ def _of_run(config: Config, group: str = "") -> dict[str, str]:
     }
 
 
-def _directives(config: Config, parts: list[Component]) -> list[dict[str, Any]]:
-    """The components as the template wants them: every value checked, the further options as whole
-    words."""
+def _directives(config: Config, job_components: list[Component]) -> list[dict[str, Any]]:
+    """The components of one job for the template, with checked values and complete options."""
     mistakes = Mistakes()
-    options = [_options(config, part, mistakes) for part in parts]
-    besides: list[dict[str, str]] = [{} for _ in parts]
+    options = [_options(config, component, mistakes) for component in job_components]
+    additions: list[dict[str, str]] = [{} for _ in job_components]
+    names = [component.name for component in job_components]
     with mistakes:
-        besides = undone([(part.name, own) for part, own in zip(parts, options, strict=True)])
-    found = []
-    for part, own, more in zip(parts, options, besides, strict=True):
-        words = []
-        for option, value in own.items():
+        additions = neutral_options(list(zip(names, options, strict=True)))
+    directives = []
+    for component, stated, added in zip(job_components, options, additions, strict=True):
+        lines = []
+        for option, value in stated.items():
             with mistakes:
-                words.append(directive(option, value))
-        # An empty value is a word of its own here: a flag would mean something else.
-        words += [f"--{option}={value}" for option, value in more.items()]
+                lines.append(directive(option, value))
+        # The equals sign stays if the value is empty, because a flag would have another meaning.
+        lines += [f"--{option}={value}" for option, value in added.items()]
         with mistakes:
             texts = {
-                "job_name": _job_name(config, part),
-                "options": words,
-                "standby": _has_standby(part),
+                "job_name": _job_name(config, component),
+                "options": lines,
+                "standby": _has_standby(component),
             }
-            found.append(asdict(part) | texts)
+            directives.append(asdict(component) | texts)
     mistakes.raise_if_any()
-    return found
+    return directives
 
 
-def _job_name(config: Config, part: Component) -> str:
-    # The run's own is judged, so that what is wrong with it is one mistake.
+def _job_name(config: Config, component: Component) -> str:
+    # If the name of the run itself is wrong, this reports it once, and not for each component.
     _quote(config.name, "name")
-    return _quote(job_name(config, part), "name")
+    return _quote(job_name(config, component), "name")
 
 
-def _options(config: Config, part: Component, mistakes: Mistakes) -> dict[str, str]:
-    """Options of a component beside its size; a group's own memory replaces what the site's options
-    ask for."""
+def _options(config: Config, component: Component, mistakes: Mistakes) -> dict[str, str]:
+    """Options of a component except its size. The memory of a group replaces a memory option of the
+    site."""
+    memory = component.memory
     stated = {
-        name: value for name, value in part.options.items() if name not in MEMORY or not part.memory
+        name: value for name, value in component.options.items() if name not in MEMORY or not memory
     }
     for name in filter(OWN_OPTIONS.__contains__, stated):
         instead = (
@@ -284,34 +286,36 @@ def _options(config: Config, part: Component, mistakes: Mistakes) -> dict[str, s
         mistakes.add(
             f"options.{name}: found {stated[name]!r}, but it is set by relax_hpc; {instead}"
         )
-    if part.memory and not _MEMORY.fullmatch(part.memory):
+    if memory and not _MEMORY.fullmatch(memory):
         mistakes.add(
-            f"groups.{part.name}.resources.memory: found {part.memory!r}, allowed: 64G, 500M, 0 "
+            f"groups.{component.name}.resources.memory: found {memory!r}, allowed: 64G, 500M, 0 "
             "(all)"
         )
     options = {name: value for name, value in stated.items() if name not in OWN_OPTIONS}
-    gpus = gpu_options(config, part.gpus_per_node, options.pop("gres", ""))
-    return gpus | options | ({"mem": part.memory} if part.memory else {})
+    gpus = gpu_options(config, component.gpus_per_node, options.pop("gres", ""))
+    return gpus | options | ({"mem": memory} if memory else {})
 
 
-def _has_standby(part: Component) -> bool:
-    """Whether the hub has a standby: one of two nodes has it on the second."""
-    return part.name == "hub" and part.nodes > 1
+def _has_standby(component: Component) -> bool:
+    """Whether this is a hub of two nodes, which has a standby on the second."""
+    return component.name == "hub" and component.nodes > 1
 
 
 def gpu_options(config: Config, count: int, gres: str) -> dict[str, str]:
-    """Options by which the site is asked for ``count`` GPUs a node, beside other generic resources,
-    ``gres``."""
-    style, kind = config.site.gpu_request, config.site.gpu_type
-    kind = f"{kind}:" if kind else ""
+    """Options that request ``count`` GPUs on each node and the other generic resources ``gres``."""
+    style, gpu_type = config.site.gpu_request, config.site.gpu_type
+    gpus = f"{gpu_type}:{count}" if gpu_type else str(count)
     if count and style == "gpus_per_node":
-        return {"gpus-per-node": f"{kind}{count}"} | ({"gres": gres} if gres else {})
-    wanted = [f"gpu:{kind}{count}"] if count and style == "gres" else []
-    found = ",".join([*wanted, *([gres] if gres else [])])
-    return {"gres": found} if found else {}
+        return {"gpus-per-node": gpus} | ({"gres": gres} if gres else {})
+    resources = [f"gpu:{gpus}"] if count and style == "gres" else []
+    if gres:
+        resources.append(gres)
+    return {"gres": ",".join(resources)} if resources else {}
 
 
 def _quote(value: str, key: str) -> str:
+    # sbatch 22.05 reads an #SBATCH line with its own parser: double quotes group words, and a
+    # backslash escapes the next character. It removes a comment that begins with #.
     if not value.isprintable():
         raise ConfigError(
             f"{key}: found {value!r}, allowed in a batch script: no line breaks or control "
@@ -323,7 +327,7 @@ def _quote(value: str, key: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Text for a comment: a line break would end it."""
+    """Text for a comment, without line breaks, which would end it."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

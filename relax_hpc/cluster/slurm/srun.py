@@ -1,5 +1,5 @@
-"""The srun options of a role that a site may choose, and those that are made from other
-settings."""
+"""The srun options of a role: those that a site may choose, and those that relax_hpc derives from
+other settings."""
 
 from __future__ import annotations
 
@@ -33,21 +33,20 @@ OWN_OPTIONS = {
     "container-image": "site.container.image",
     "container-mounts": "site.container.mounts",
 }
-"""srun options that are made from other settings -> what to set instead, empty if there is
-nothing."""
+"""srun options that relax_hpc derives from other settings -> the setting to use instead, or
+empty."""
 _LIMITS = "NOFILE,MEMLOCK,NPROC,STACK"
-"""Limits, of those that `site.setup` sets, that steps inherit whatever the cluster's
-PropagateResourceLimits."""
+"""Resource limits set by `site.setup` that steps must inherit."""
 _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 
 
 def srun_options(config: Config) -> list[str]:
-    """Options of srun that place roles, and the site's own; ConfigError for all that is not the
-    site's to choose.
+    """Options of srun that place the ranks of a role, and the options of the site. ConfigError for
+    options that a site must not set.
 
-    Ranks fill a node before the next one, and its sockets in order. Each step has all cores of its
-    group on the node: the ranks divide them (`relax_hpc.net.rendezvous.affinity`), unless the site
-    has Slurm do it.
+    Ranks fill one node before the next, and its sockets in order. Each step has all cores of its
+    group on the node, and the ranks divide them (`relax_hpc.net.rendezvous.affinity`), unless the
+    site lets Slurm bind them.
     """
     site, mistakes = config.site, Mistakes()
     for name, value in site.srun_options.items():
@@ -66,14 +65,16 @@ def srun_options(config: Config) -> list[str]:
     mistakes.raise_if_any()
     options = {"distribution": "block:block", "cpu-bind": "none"} | site.srun_options
     return [
-        *limits(config),
+        *limit_options(config),
         *(_option(name, value) for name, value in options.items() if name != "propagate"),
     ]
 
 
-def limits(config: Config) -> list[str]:
-    """Options of srun for the limits that a step inherits from who starts it; none where the
-    cluster's way will do."""
+def limit_options(config: Config) -> list[str]:
+    """Options of srun for the resource limits that a step inherits. Empty if the site has no setup
+    and no own choice."""
+    # The cluster's PropagateResourceLimits may be NONE. Steps would then not have the limits that
+    # site.setup sets in the batch script.
     options = {"propagate": _LIMITS} if config.site.setup else {}
     options |= {
         name: value for name, value in config.site.srun_options.items() if name == "propagate"

@@ -1,4 +1,4 @@
-"""A second head on the hub's other node, which leads as soon as the first is gone."""
+"""Standby: a second head on the hub's other node, which leads when the first head is gone."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.allocation import Allocation
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
-from relax_hpc.cluster.slurm.steps import escaped
+from relax_hpc.cluster.slurm.steps import escape_patterns
 from relax_hpc.net.rendezvous.process import clean_environment
 
 _AGAIN_S, _SELDOM_S = 10.0, 600.0
-"""Seconds between tries to start it: at first, and at most when its node stays away."""
+"""Seconds between two attempts to start it: at first, and at most if its node does not return."""
 
 
 class Standby:
-    """Standby of the head on ``node``, which supervises ``group`` (empty: all of a heterogeneous
-    job)."""
+    """Standby of the head on ``node``, which supervises ``group`` (empty: all groups of a
+    heterogeneous job)."""
 
     def __init__(
         self,
@@ -32,69 +32,71 @@ class Standby:
         safe: Callable[[], bool] = lambda: True,
         limits: Sequence[str] = (),
     ) -> None:
-        """``safe``: whether the job may be asked for a step; ``limits``: that it inherits, as srun
-        is told."""
-        self.run, self.slurm, self.allocation, self.node, self.group = (
-            run,
-            slurm,
-            allocation,
-            node,
-            group,
-        )
+        """``safe`` returns whether the job may request a step. ``limits``: options of srun for the
+        resource limits that the standby inherits."""
+        self.run, self.slurm, self.allocation = run, slurm, allocation
+        self.node, self.group = node, group
         self.safe, self.limits = safe, limits
         self._process: subprocess.Popen | None = None
-        self._at, self._pause = 0.0, _AGAIN_S
-        self._others: list[str] | None = None
-        """Nodes of the hub beside this one; None: Slurm has not said yet."""
+        self._next_attempt, self._pause = 0.0, _AGAIN_S
+        self._other_nodes: list[str] | None = None
+        """Nodes of the hub except ``node``; None: Slurm has not answered yet."""
 
     def tick(self) -> None:
-        """Start the standby, if there is none and a node for it."""
+        """Start the standby if it does not run."""
         now = time.monotonic()
-        if (self._process is None or self._process.poll() is not None) and now >= self._at:
-            self._at, self._pause = now + self._pause, min(2 * self._pause, _SELDOM_S)
-            with contextlib.suppress(SlurmError):
-                self._start()
+        is_running = self._process is not None and self._process.poll() is None
+        if is_running or now < self._next_attempt:
+            return
+        self._next_attempt, self._pause = now + self._pause, min(2 * self._pause, _SELDOM_S)
+        with contextlib.suppress(SlurmError):
+            self._start()
 
     def _start(self) -> None:
-        place = self.allocation.places["hub"]
-        if self._others is None and (job := self.slurm.jobs(place.job).get(place.job)):
-            self._others = [
-                name for name in self.slurm.hostnames(job.node_list) if name != self.node
-            ]
-        if not self._others or not self.safe():
+        hub = self.allocation.group_nodes["hub"]
+        if self._other_nodes is None:
+            job = self.slurm.jobs(hub.job).get(hub.job)
+            if job:
+                nodes = self.slurm.hostnames(job.node_list)
+                self._other_nodes = [name for name in nodes if name != self.node]
+        if not self._other_nodes or not self.safe():
             return
-        words = ["srun", f"--jobid={self.allocation.job}"]
-        words += [] if place.het is None else [f"--het-group={place.het}"]
-        words += [
-            "--nodes=1",
-            "--ntasks=1",
-            f"--nodelist={self._others[0]}",
-            "--overlap",
-            "--mem=0",
-            "--mpi=none",
-        ]
-        words += [
-            "--no-kill",
-            "--export=ALL",
-            "--job-name=standby",
-            "--open-mode=append",
-            *self.limits,
-        ]
-        words.append(f"--output={escaped(self.run.root)}/logs/standby-%N-%t.log")
-        words += [
-            sys.executable,
-            "-m",
-            "relax_hpc.commands.head",
-            "--standby",
-            "--run_dir",
-            str(self.run.root),
-        ]
         with (self.run.root / "logs" / "standby-srun.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [*words, *(["--group", self.group] if self.group else [])],
+                [*self._srun(self._other_nodes[0]), *self._head()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=clean_environment() | self.allocation.variables(),
                 start_new_session=True,
             )
+
+    def _srun(self, node: str) -> list[str]:
+        """Arguments of srun for one task on ``node``."""
+        het = self.allocation.group_nodes["hub"].het
+        return [
+            "srun",
+            f"--jobid={self.allocation.job}",
+            *([] if het is None else [f"--het-group={het}"]),
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={node}",
+            # Where Slurm 22.05 allocates memory, --overlap alone fails with "Memory required by
+            # task is not available"; --mem=0 shares the memory of the job.
+            "--overlap",
+            "--mem=0",
+            "--mpi=none",
+            # Without --no-kill the step ends when the other node of the hub dies.
+            "--no-kill",
+            "--export=ALL",
+            "--job-name=standby",
+            "--open-mode=append",
+            *self.limits,
+            f"--output={escape_patterns(self.run.root)}/logs/standby-%N-%t.log",
+        ]
+
+    def _head(self) -> list[str]:
+        """Command of the standby."""
+        group = ["--group", self.group] if self.group else []
+        head = [sys.executable, "-m", "relax_hpc.commands.head", "--standby"]
+        return [*head, "--run_dir", str(self.run.root), *group]

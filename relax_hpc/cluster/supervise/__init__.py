@@ -1,1 +1,1 @@
-"""The supervisor: it starts groups, judges failures and brings groups back."""
+"""Supervision of a run's groups, the same in every layout."""

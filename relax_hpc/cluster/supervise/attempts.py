@@ -1,5 +1,4 @@
-"""Commands that started or resumed a run are counted, so that each can be told from those before
-it."""
+"""Numbers of the commands that started or resumed a run."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from relax_hpc.config import Config
 
 
 def new_attempt(directory: RunDir) -> int:
-    """Number of this command among those that started or resumed the run."""
+    """Record one more command that starts or resumes the run; its number."""
     return int(write_numbered(directory.root / "attempts", "").name)
 
 

@@ -1,5 +1,7 @@
-"""Command that a launcher starts for one role of a group: one child, which is the role or stands
-for its ranks."""
+"""Command that a launcher starts for one role of a group.
+
+The child process is either the role itself or the parent of the role's ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +13,30 @@ from pathlib import Path
 from relax_hpc.config import Config
 
 AHEAD = "--ahead"
-"""Word after which a rank imports what its role needs and then waits to be told to begin."""
+"""Argument of a rank that imports what its role needs and then waits for the signal to begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Two that are equal make the same ranks of the same incarnation, of the same code and
-    settings."""
+    """Command of one role. Equal commands start the same ranks with the same code and settings."""
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     env: Mapping[str, str]
     log: Path
-    """Log that takes what the child prints."""
+    """Log file for the output of the child."""
     config: Config
     """Configuration of the group, as its ranks read it when they begin."""
-    last_words: Callable[[], Sequence[str]] = field(default=tuple, compare=False)
-    """Further words that are asked for late, because they make no other ranks: the end of the
-    allocation."""
+    late_arguments: Callable[[], Sequence[str]] = field(default=tuple, compare=False)
+    """Function that returns further arguments at the start, such as the end of the allocation.
+    They do not count in a comparison, because they do not change the ranks."""
 
     def start(self, ahead: bool = False) -> subprocess.Popen:
-        """The child, in a session of its own. ``ahead``: its ranks wait, each for a byte of its
-        standard input."""
-        words = [*self.words, *self.last_words(), *([AHEAD] if ahead else [])]
+        """Start the child in a new session. With ``ahead``, each of its ranks waits for a byte on
+        its standard input."""
+        arguments = [*self.arguments, *self.late_arguments(), *([AHEAD] if ahead else [])]
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                words,
+                arguments,
                 stdin=subprocess.PIPE if ahead else subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,5 +1,7 @@
-"""Watch for disks that a run waits for: said when a wait begins and ends, and known before a group
-is started."""
+"""Watch for disks that a run waits for.
+
+The watch reports when a wait begins and ends, and the supervisor asks it before it starts a group.
+"""
 
 from __future__ import annotations
 
@@ -14,118 +16,129 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.group import Unavailable
 
 _SILENT_S = 3.0
-"""Seconds without an answer of the hub after which the disks are tried instead, and between such
-tries."""
+"""Seconds without an answer of the hub after which this watch probes the disks itself, and seconds
+between two probes."""
 
 
-class NoRoom(Unavailable):
-    """A group cannot be started while nothing can be written; the message names path, cause and
-    cure."""
+class NoDiskSpace(Unavailable):
+    """A group cannot be started because nothing can be written. The message names path, cause and
+    remedy."""
 
 
 class DiskWatch:
-    """Disk watch of one supervisor, which says things by ``say``."""
+    """Disk watch of one supervisor. It reports by ``say``."""
 
     def __init__(
         self, run: RunDir, limit_s: float, say: Callable[[str], None], sure_s: float = 0.0
     ) -> None:
-        """``limit_s``: a run that waits longer is ended. ``sure_s``: a wait is over when nobody has
-        told of it for as long, because a new hub has to hear from everybody first."""
+        """``limit_s``: a run that waits longer is ended. ``sure_s``: a wait is over if no member
+        has reported it for so many seconds. A new hub must first hear from all members."""
         self.run, self.limit_s, self.say, self.sure_s = run, limit_s, say, sure_s
-        self._said: set[tuple[Path, int]] = set()
+        self._reported: set[tuple[Path, int]] = set()
+        """Folders and error numbers that were reported to the user."""
         self._since: float | None = None
-        """Time at which it was first heard that somebody waits, monotonic seconds; None: nobody
-        does."""
+        """Time of the first report of the present wait, monotonic seconds; None: no member
+        waits."""
         self._heard_at = 0.0
-        """Time at which that was last heard, monotonic seconds."""
-        self._places: set[Path] = set()
-        """Folders that cannot be written."""
-        self._words = ""
+        """Time of the last report of a wait, monotonic seconds."""
+        self._blocked_folders: set[Path] = set()
+        """Folders that cannot be written and that a member waits for."""
+        self._description = ""
         self._probed_at = 0.0
         self._loose: set[Path] = set()
-        """Folders that were said to be full, for which nobody waits."""
+        """Folders that were reported as full although no member waits for them."""
         self._loose_probed_at: dict[Path, float] = {}
 
-    def look(self, told: Collection[Mapping[str, Any]], answered_at: float) -> None:
-        """Take what the hub has told of all members, at its last answer."""
+    def update(self, waits: Collection[Mapping[str, Any]], answered_at: float) -> None:
+        """Process the disk waits of all members, as the hub reported them at ``answered_at``."""
         now = time.monotonic()
         if now - answered_at > _SILENT_S:
             if now - self._probed_at < _SILENT_S:
                 return
             self._probed_at = now
-            told = self._try()
+            waits = self._probe_folders()
         else:
-            self._places |= {Path(one["path"]).parent for one in told if not one["loose"]}
-        for wait in told:
-            self._say_once(wait)
-        self._withdraw_loose({Path(wait["path"]).parent for wait in told if wait["loose"]})
-        if any(not one["loose"] for one in told):
+            self._blocked_folders |= {
+                Path(wait["path"]).parent for wait in waits if not wait["loose"]
+            }
+        for wait in waits:
+            self._report_once(wait)
+        self._withdraw_loose({Path(wait["path"]).parent for wait in waits if wait["loose"]})
+        if any(not wait["loose"] for wait in waits):
             self._since, self._heard_at = now if self._since is None else self._since, now
         elif self._since is not None and now - self._heard_at >= self.sure_s:
             self.say(f"the disk is written again, after {now - self._since:.0f} s")
-            self._since, self._places = None, set()
-        if not told and self._since is None:
-            self._said.clear()
+            self._since, self._blocked_folders = None, set()
+        if not waits and self._since is None:
+            self._reported.clear()
 
-    def _try(self) -> list[Mapping[str, Any]]:
-        """Hindrances to writing in the run directory, which may lie on several disks, and where
-        somebody waits."""
-        found = []
-        for place in sorted({self.run.root, *self._places}):
-            # What is not there, or not on this node, is not what hinders.
+    def _probe_folders(self) -> list[Mapping[str, Any]]:
+        """Reasons why the run directory or a folder with a wait cannot be written. They may lie on
+        several disks."""
+        problems: list[Mapping[str, Any]] = []
+        for folder in sorted({self.run.root, *self._blocked_folders}):
+            # A missing folder, or one that exists on another node only, is not the cause.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-                found += [told] if (told := probe_folder(place)) else []
-        return found
+                problem = probe_folder(folder)
+                if problem:
+                    problems.append(problem)
+        return problems
 
-    def met(self, path: Path, error: OSError) -> None:
-        """The supervisor itself cannot go on for it. Raises ``error`` unless it `is_temporary`."""
+    def handle_error(self, path: Path, error: OSError) -> None:
+        """Report an error that stops the supervisor itself. Raises ``error`` unless it
+        `is_temporary`."""
         if not is_temporary(error):
             raise error
-        told = {"path": str(path), "errno": error.errno, "seconds": 0.0, "loose": False}
-        self.look([told], time.monotonic())
+        wait = {"path": str(path), "errno": error.errno, "seconds": 0.0, "loose": False}
+        self.update([wait], time.monotonic())
 
-    def _say_once(self, told: Mapping[str, Any]) -> None:
-        """Say one line for each folder and cause."""
-        folder = Path(told["path"]).parent
-        key = folder, told["errno"]
-        if not told["loose"]:
-            self._words = describe_wait(told)
-        if key in self._said or (told["loose"] and self._takes_data(folder)):
+    def _report_once(self, wait: Mapping[str, Any]) -> None:
+        """Print one line for each folder and cause."""
+        folder = Path(wait["path"]).parent
+        key = folder, wait["errno"]
+        if not wait["loose"]:
+            self._description = describe_wait(wait)
+        if key in self._reported or (wait["loose"] and self._takes_data(folder)):
             return
-        self._said.add(key)
-        self.say(describe_wait(told))
-        if told["loose"]:
+        self._reported.add(key)
+        self.say(describe_wait(wait))
+        if wait["loose"]:
             self._loose.add(folder)
 
-    def _withdraw_loose(self, waited_for: set[Path]) -> None:
-        """Say that folders take data again that nobody waits for; ``waited_for``: not those."""
-        for folder in sorted(self._loose - waited_for):
+    def _withdraw_loose(self, still_reported: set[Path]) -> None:
+        """Report that loose folders take data again, except those that are ``still_reported``."""
+        for folder in sorted(self._loose - still_reported):
             if self._takes_data(folder):
                 self._loose.discard(folder)
-                self._said = {key for key in self._said if key[0] != folder}
+                self._reported = {key for key in self._reported if key[0] != folder}
                 self.say(f"{folder} is written again")
 
     def _takes_data(self, folder: Path) -> bool:
-        """Whether a folder can be written; tried once in `_SILENT_S` seconds, and no between."""
+        """Whether a folder can be written. It is probed once in `_SILENT_S` seconds; the answer in
+        between is no."""
         now = time.monotonic()
         if now - self._loose_probed_at.get(folder, -_SILENT_S) < _SILENT_S:
             return False
         self._loose_probed_at[folder] = now
-        # A folder that is not there, or not on this node, says nothing.
+        # A missing folder, or one that exists on another node only, gives no answer.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             return not probe_folder(folder)
         return False
 
-    def too_long(self) -> str:
-        """Reason why the run is to end; empty: it is not."""
+    def timeout_reason(self) -> str:
+        """Reason to end the run because it waited too long; empty: the limit is not reached."""
         waited = 0.0 if self._since is None else time.monotonic() - self._since
-        return f"waited {waited:.0f} s for a disk: {self._words}" if waited > self.limit_s else ""
+        if waited <= self.limit_s:
+            return ""
+        return f"waited {waited:.0f} s for a disk: {self._description}"
 
-    def check_room(self) -> None:
-        """Raise NoRoom on a full disk: a process that is started now could not even say so."""
-        if told := probe_folder(self.run.root):
-            raise NoRoom(describe_wait(told))
+    def check_space(self) -> None:
+        """Raise NoDiskSpace on a full disk, because a process started now could not even report
+        it."""
+        problem = probe_folder(self.run.root)
+        if problem:
+            raise NoDiskSpace(describe_wait(problem))
 
-    def hinders(self) -> bool:
+    def is_full(self) -> bool:
         """Whether nothing can be written now."""
         return bool(probe_folder(self.run.root))

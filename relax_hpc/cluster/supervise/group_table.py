@@ -1,4 +1,5 @@
-"""The groups that a supervisor looks after: which run here, which elsewhere, and which are done."""
+"""Table of the groups of one supervisor: which it supervises itself, which are detached, and which
+are done."""
 
 from __future__ import annotations
 
@@ -11,71 +12,76 @@ from relax_hpc.config import Config
 from relax_hpc.config.groups import roles_of, trainers_of
 
 
-class Roll:
+class GroupTable:
     """Groups of one supervisor."""
 
     def __init__(self, run: RunDir, config: Config, names: Sequence[str]) -> None:
         self._run, self._config = run, config
         self.names = list(names)
-        """Groups that it looks after, wherever they run."""
-        self.here: dict[str, Incarnation] = {}
+        """Groups that this supervisor is responsible for, wherever they run."""
+        self.supervised: dict[str, Incarnation] = {}
         """Groups that run under this supervisor, by name."""
-        self.elsewhere: dict[str, str] = {}
-        """Slurm job that supervises a group now, by group; empty until that is submitted."""
+        self.detached: dict[str, str] = {}
+        """Slurm job that supervises a detached group now, by group; empty until it is
+        submitted."""
         self.unfit: dict[str, str] = {}
-        """Groups whose nodes must not be used, and why."""
+        """Reason why the nodes of a group must not be used, by group."""
         self.released: set[str] = set()
-        """Groups that have other jobs by now, or are to get them: they were asked for."""
+        """Groups that were released to other jobs, which may not have started yet."""
         self.done: set[str] = set()
-        """Roles that have come to their good end, as `group/role`."""
+        """Roles that have finished their work, as `group/role`."""
 
     def all_released(self) -> bool:
-        """Whether nothing is left to look after here."""
+        """Whether all groups of this supervisor were released to other jobs."""
         return self.released.issuperset(self.names)
 
-    def finished(self) -> bool:
-        """Every role of these groups but the controller is done; with the hub here, of all groups
-        of the run."""
+    def is_finished(self) -> bool:
+        """Whether every role of these groups except the controller is done. If the hub is among
+        them, this includes all groups of the run."""
         if not all(self.all_done(name) for name in self.names):
             return False
-        return "hub" not in self.names or all(self._left(name) for name in self.others())
+        if "hub" not in self.names:
+            return True
+        return all(self._needs_no_hub(name) for name in self.supervised_elsewhere())
 
     def all_done(self, name: str) -> bool:
-        """Whether every role of a group but the controller is done."""
+        """Whether every role of a group except the controller is done."""
         roles = {f"{name}/{role}" for role in roles_of(self._config, name)} - {"hub/controller"}
-        if name not in self.here:
+        if name not in self.supervised:
             self.done |= {
                 key for key in roles - self.done if is_done(self._run, name, key.partition("/")[2])
             }
         return roles <= self.done
 
     def remove(self, name: str) -> None:
-        """Strike a group off that runs here no more; what its roles have done is done again."""
-        del self.here[name]
+        """Remove a group that no longer runs under this supervisor. Its roles will do their work
+        again."""
+        del self.supervised[name]
         self.done -= {f"{name}/{role}" for role in roles_of(self._config, name)}
 
-    def others(self) -> list[str]:
-        """Groups of the run that are supervised elsewhere."""
-        return [name for name in members_of(self._run, self._config) if name not in self.here]
+    def supervised_elsewhere(self) -> list[str]:
+        """Groups of the run that another supervisor is responsible for."""
+        return [name for name in members_of(self._run, self._config) if name not in self.supervised]
 
-    def lives(self, name: str) -> bool:
-        """Whether a group of the run still runs, here or elsewhere."""
-        group = self.here.get(name)
-        return group.alive() if group else not all_ended(self._run, self._config, name)
+    def is_alive(self, name: str) -> bool:
+        """Whether a group of the run still runs, under any supervisor."""
+        group = self.supervised.get(name)
+        return group.is_alive() if group else not all_ended(self._run, self._config, name)
 
-    def _left(self, name: str) -> bool:
-        """Whether a group that is supervised elsewhere needs the hub no more."""
-        gone = (
+    def _needs_no_hub(self, name: str) -> bool:
+        """Whether a group under another supervisor has ended, or is silent after the run's end."""
+        is_silent = (
             self._run.finished.exists()
             and last_beat_s(self._run, name) > self._config.liveness.lease_s
         )
-        return gone or all_ended(self._run, self._config, name)
+        return is_silent or all_ended(self._run, self._config, name)
 
     def stop_order(self) -> list[list[str]]:
-        """Order in which all groups of the run are stopped: trainers while they can still be fed,
-        the others together, the hub last."""
-        names: Collection[str] = [*self.here, *self.others()]
+        """Order in which all groups of the run are stopped. Trainers stop first, while other
+        groups can still deliver rows to them. Then the other groups stop together, then the
+        hub."""
+        names: Collection[str] = [*self.supervised, *self.supervised_elsewhere()]
         trainers = set(trainers_of(self._config.groups).values())
-        fed = [name for name in names if name != "hub" and name in trainers]
-        rest = [name for name in names if name not in (*fed, "hub")]
-        return [fed, rest, ["hub"] if "hub" in names else []]
+        trainer_groups = [name for name in names if name != "hub" and name in trainers]
+        worker_groups = [name for name in names if name not in (*trainer_groups, "hub")]
+        return [trainer_groups, worker_groups, ["hub"] if "hub" in names else []]

@@ -1,5 +1,5 @@
-"""Incarnations of a run's groups as its files tell: who worked, on how much, until when, and how it
-ended."""
+"""Incarnations of a run's groups, read from its files: their workers, their resources, their time,
+and how they ended."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class PastIncarnation:
     incarnation: int
     workers: Sequence[WorkerTimeline]
     units: float
-    """GPUs, nodes or processes that it has: see `unit_of`."""
+    """Number of GPUs, nodes or processes: see `unit_of`."""
     held_as: tuple
-    """Token of its nodes: incarnations of a group in a row with the same one have the same nodes,
-    also in between."""
+    """Token of its nodes. If consecutive incarnations of a group have the same token, the group
+    kept its nodes in between."""
     attempt: int
     status: str
-    """State of its end: `done`, `stopped`, `failed`, or empty: it left no mark."""
+    """How it ended: `done`, `stopped`, `failed`, or empty if it wrote no mark."""
     reason: str
 
     @property
@@ -50,25 +50,25 @@ class PastIncarnation:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """An incarnation that another one followed."""
+    """An incarnation and the one that followed it."""
 
     before: PastIncarnation
     after: PastIncarnation
     gap: Interval
-    """Interval from the last useful work of `before` to the first of `after`, or to its end without
-    any."""
+    """Interval from the last useful work of `before` to the first useful work of `after`, or to
+    the end of `after` if it did none."""
 
     @property
     def fault(self) -> bool:
-        """Whether a fault was the cause; False: the user wanted it, or it made way."""
+        """Whether a fault was the cause. False: the user asked for it, or its job ended."""
         return self.before.status not in _GOOD_ENDS and self.before.attempt == self.after.attempt
 
 
 def unit_of(config: Config) -> str:
-    """Unit in which a run is counted: GPU if rollout and training have some, node on Slurm, else
-    process."""
-    sides = [g for g in config.groups.values() if {"rollout", "actor"} & set(g.roles)]
-    if all(group.resources.gpus_per_node for group in sides):
+    """Unit in which the cost of a run is counted: GPU if rollout and training have GPUs, node on
+    Slurm, else process."""
+    main_groups = [g for g in config.groups.values() if {"rollout", "actor"} & set(g.roles)]
+    if all(group.resources.gpus_per_node for group in main_groups):
         return "GPU"
     return "process" if config.layout == "local" else "node"
 
@@ -76,19 +76,19 @@ def unit_of(config: Config) -> str:
 def read_incarnations(
     run: RunDir, config: Config, now: float | None = None
 ) -> list[PastIncarnation]:
-    """All that wrote spans, by group and incarnation; those that live are taken to last until
+    """All incarnations that wrote spans, ordered by group and number. Living ones last until
     ``now``."""
     now = time.time() if now is None else now
     processes = read_processes(run.root)
-    found = []
+    incarnations = []
     for (group, incarnation), members in groupby(
         processes, key=lambda process: (process.group, process.incarnation)
     ):
         later = [p.began for p in processes if p.group == group and p.incarnation > incarnation]
         living = _lives(run, config, group, incarnation)
         until = now if living else min(later, default=math.inf)
-        found.append(_incarnation(run, config, list(members), until, living))
-    return found
+        incarnations.append(_read_incarnation(run, config, list(members), until, living))
+    return incarnations
 
 
 def restarts(incarnations: Sequence[PastIncarnation]) -> list[Restart]:
@@ -99,54 +99,62 @@ def restarts(incarnations: Sequence[PastIncarnation]) -> list[Restart]:
     return [Restart(before, after, _gap(before, after)) for before, after in pairs]
 
 
-def held(incarnations: Sequence[PastIncarnation]) -> list[tuple[PastIncarnation, Interval]]:
-    """Interval for which each incarnation held its nodes: also until the next one that runs on the
-    same."""
-    spans = []
-    for number, one in enumerate(incarnations):
-        after = incarnations[number + 1] if number + 1 < len(incarnations) else None
-        stays = after is not None and (after.group, after.held_as) == (one.group, one.held_as)
-        spans.append((one, (one.began, after.began if stays and after else one.ended)))
-    return spans
+def held_intervals(
+    incarnations: Sequence[PastIncarnation],
+) -> list[tuple[PastIncarnation, Interval]]:
+    """Interval for which each incarnation held its nodes. It lasts until the next incarnation of
+    the group begins, if that one has the same nodes."""
+    intervals = []
+    for number, incarnation in enumerate(incarnations):
+        ended = incarnation.ended
+        if number + 1 < len(incarnations):
+            after = incarnations[number + 1]
+            if (after.group, after.held_as) == (incarnation.group, incarnation.held_as):
+                ended = after.began
+        intervals.append((incarnation, (incarnation.began, ended)))
+    return intervals
 
 
-def _incarnation(
+def _read_incarnation(
     run: RunDir, config: Config, processes: list[Process], until: float, living: bool
 ) -> PastIncarnation:
+    """Incarnation from the spans of its ``processes``. A process without a mark ended at
+    ``until`` if the incarnation is ``living``, else at its last span."""
     group, incarnation = processes[0].group, processes[0].incarnation
     roles = list(dict.fromkeys(process.role for process in processes))
     marks = {role: read_mark(run, group, incarnation, role) for role in roles}
     workers = []
     for process in processes:
-        mark = run.exit_mark(group, incarnation, process.role)
-        ended = mark.stat().st_mtime if marks[process.role] else until if living else process.last
+        ended = until if living else process.last
+        if marks[process.role]:
+            ended = run.exit_mark(group, incarnation, process.role).stat().st_mtime
         workers += workers_of_process(process, min(ended, until))
     worst = max(
         (mark for mark in marks.values() if mark), key=lambda mark: mark["code"], default={}
     )
     launch = read_launch(run, group, incarnation)
-    held_as = (launch.attempt, launch.job, launch.allocation) if launch else ()
-    about = (launch.attempt if launch else 0, worst.get("status", ""), worst.get("reason", ""))
     return PastIncarnation(
-        group,
-        incarnation,
-        workers,
-        _units(run, config, group, incarnation, len(workers)),
-        held_as,
-        *about,
+        group=group,
+        incarnation=incarnation,
+        workers=workers,
+        units=_units(run, config, group, incarnation, len(workers)),
+        held_as=(launch.attempt, launch.job, launch.allocation) if launch else (),
+        attempt=launch.attempt if launch else 0,
+        status=worst.get("status", ""),
+        reason=worst.get("reason", ""),
     )
 
 
 def _lives(run: RunDir, config: Config, group: str, incarnation: int) -> bool:
-    """Whether an incarnation is the newest and beats."""
+    """Whether an incarnation is the newest and sends heartbeats."""
     if run.finished.exists() or incarnation != latest_incarnation(run, group):
         return False
     return last_beat_s(run, group) < config.liveness.lease_s + BEAT_FILE_S
 
 
 def _units(run: RunDir, config: Config, group: str, incarnation: int, workers: int) -> float:
-    """Units of an incarnation by the nodes that its card names, else by the configuration of
-    now."""
+    """Units of an incarnation, from the nodes in its card, or else from the present
+    configuration."""
     unit = unit_of(config)
     if unit == "process":
         return workers
@@ -164,7 +172,9 @@ def _nodes(run: RunDir, group: str, incarnation: int) -> int:
 
 
 def _gap(before: PastIncarnation, after: PastIncarnation) -> Interval:
-    ends = [found[1] for worker in before.workers if (found := worker.useful_interval())]
-    starts = [found[0] for worker in after.workers if (found := worker.useful_interval())]
+    intervals_before = (worker.useful_interval() for worker in before.workers)
+    intervals_after = (worker.useful_interval() for worker in after.workers)
+    ends = [interval[1] for interval in intervals_before if interval]
+    starts = [interval[0] for interval in intervals_after if interval]
     start = max(ends, default=before.began)
     return start, max(start, min(starts, default=after.ended))

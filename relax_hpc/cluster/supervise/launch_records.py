@@ -1,8 +1,7 @@
-"""Records that supervisors leave for each other in the run directory: how each incarnation of a
-group was started.
+"""Records in the run directory of how each incarnation of a group was started.
 
-Together with the exit marks of the roles this says what became of every incarnation, whoever
-supervises next.
+With these records and the exit marks of the roles, the next supervisor knows what happened to every
+incarnation.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from relax_hpc.net.rendezvous.life_signs import has_ended
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 Progress = tuple[int, int, int]
-"""Trained steps, accepted samples, checkpoints: a crash loop leaves all three as they are."""
+"""Trained steps, accepted samples, checkpoints. A crash loop changes none of the three."""
 UNKNOWN: Progress = (0, 0, 0)
 _SAME_ERRORS = 2
-"""Starts in a row that end with the same words, after which there is no other."""
+"""Consecutive starts with the same error after which the group is not started again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +32,27 @@ class Launch:
     """Start of one incarnation of a group."""
 
     attempt: int
-    """Number of the user's command that started or resumed the run; a crash loop lies within
-    one."""
+    """Number of the user's command that started or resumed the run. Starts are counted within one
+    attempt."""
     progress: Progress
     """Progress of the run at that moment."""
     job: str = ""
     """Slurm job on whose nodes it runs; empty: processes of this machine."""
     allocation: str = ""
-    """Job and its restarts that the incarnation is a part of: a requeued job keeps its id."""
+    """Job and its number of restarts, because a requeued job keeps its id."""
     steps: dict[str, str] = field(default_factory=dict)
     """Role -> name of its Slurm step."""
 
 
-def record(run: RunDir, group: str, incarnation: int, launch: Launch) -> None:
-    """Write down how ``incarnation`` of ``group`` is about to be started."""
+def record_launch(run: RunDir, group: str, incarnation: int, launch: Launch) -> None:
+    """Record how ``incarnation`` of ``group`` is about to be started."""
     write_json(_path(run, group, incarnation), asdict(launch))
 
 
 def read_launch(run: RunDir, group: str, incarnation: int) -> Launch | None:
     """Record of how an incarnation was started; None if it was claimed but never started."""
     kinds = {"attempt": int, "progress": list, "job": str, "allocation": str, "steps": dict}
-    # Empty after a power loss.
+    # The file may be empty after a power loss.
     value = read_map(_path(run, group, incarnation), **kinds)
     return (
         Launch(**{name: value[name] for name in kinds} | {"progress": tuple(value["progress"])})
@@ -62,13 +61,14 @@ def read_launch(run: RunDir, group: str, incarnation: int) -> Launch | None:
     )
 
 
-def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
-    """Number of the newest incarnations, in a row and in this attempt, that began where the run
-    still is.
+def count_fruitless_starts(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
+    """Number of consecutive starts, the newest ones of this attempt, since which the run has made
+    no ``progress``.
 
-    A supervisor's first ones begin before it knows how far the run is: they count if one before
-    them does. While it does not know, those of another life of a job say nothing: each life begins
-    so, however far the run came in it.
+    A supervisor starts its first incarnations before it knows the progress of the run. These
+    count only if an earlier start with known progress counts. While ``progress`` itself is
+    unknown, only starts of the same allocation count, because every restart of a job begins with
+    unknown progress.
     """
     count = unknown = 0
     allocation = None
@@ -85,10 +85,11 @@ def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
 
 
 def repeated_start_error(run: RunDir, config: Config, group: str, attempt: int) -> str:
-    """Words with which a child program of ``group`` has failed at its last two starts; empty: they
-    differ, or the group has been at work in this attempt.
+    """Error with which a child program of ``group`` failed at its last two starts. Empty if the
+    errors differ, or if the group has worked in this attempt.
 
-    Numbers may differ: they are sizes, ports and folders. What has worked before may do so again.
+    Errors may differ in numbers, which are sizes, ports and folders. A group that has worked
+    before may work again.
     """
     errors = list[str]()
     for incarnation, launch in newest_launches(run, group):
@@ -110,25 +111,25 @@ def _start_error(run: RunDir, config: Config, group: str, incarnation: int) -> s
 
 
 def read_mark(run: RunDir, group: str, incarnation: int, role: str) -> dict:
-    """Exit mark of a role; empty while it has left none."""
+    """Exit mark of a role; empty if it has written none."""
     return read_map(run.exit_mark(group, incarnation, role), status=str, code=int, reason=str)
 
 
 def is_done(run: RunDir, group: str, role: str) -> bool:
-    """Whether the newest incarnation of ``role`` came to its good end."""
+    """Whether the newest incarnation of ``role`` finished its work."""
     return read_mark(run, group, latest_incarnation(run, group), role).get("status") == "done"
 
 
 def all_done(run: RunDir, config: Config, group: str) -> bool:
-    """Whether all roles of a group came to their good end; the controller ends when everybody else
-    has."""
+    """Whether all roles of a group have finished their work. The controller does not count,
+    because it ends after all other roles."""
     roles = [role for role in roles_of(config, group) if role != "controller"]
     return all(is_done(run, group, role) for role in roles) if roles else run.finished.exists()
 
 
 def all_ended(run: RunDir, config: Config, group: str) -> bool:
-    """Whether every role of the newest incarnation of a group has ended somehow; true if it never
-    began."""
+    """Whether every role of the newest incarnation of a group has ended, with success or not. True
+    if the group never started."""
     incarnation = latest_incarnation(run, group)
     return incarnation == 0 or all(
         read_mark(run, group, incarnation, role) for role in roles_of(config, group)
@@ -136,8 +137,8 @@ def all_ended(run: RunDir, config: Config, group: str) -> bool:
 
 
 def last_beat_s(run: RunDir, group: str) -> float:
-    """Seconds since the last sign that a group left in its files; infinite if no process that may
-    live has left one."""
+    """Seconds since the last heartbeat in the group's files; infinite if no process that may be
+    alive has written one."""
     beats = (
         read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json")
     )
@@ -146,9 +147,9 @@ def last_beat_s(run: RunDir, group: str) -> float:
     )
 
 
-def is_there(run: RunDir, group: str) -> bool:
-    """Whether a process that beats for a group certainly runs: on a full disk no sign of it is
-    young."""
+def has_live_process(run: RunDir, group: str) -> bool:
+    """Whether a process that sends heartbeats for a group certainly runs. On a full disk its
+    heartbeat file is old although it runs."""
     beats = (
         read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json")
     )
@@ -156,15 +157,15 @@ def is_there(run: RunDir, group: str) -> bool:
 
 
 def members_of(run: RunDir, config: Config) -> list[str]:
-    """All groups of a run that ever began, and those configured; elastic members are known by their
+    """All configured groups of a run, and all further members that ever started, by their
     folders."""
-    begun = [
+    started = [
         path.name
         for path in (run.root / "rendezvous").glob("*")
         if latest_incarnation(run, path.name)
     ]
     members = [
-        name for name in begun if name not in config.groups and base_name(name, config.groups)
+        name for name in started if name not in config.groups and base_name(name, config.groups)
     ]
     return [*config.groups, *sorted(members)]
 
@@ -172,7 +173,8 @@ def members_of(run: RunDir, config: Config) -> list[str]:
 def newest_launches(run: RunDir, group: str) -> Iterator[tuple[int, Launch]]:
     """(incarnation, launch) of each recorded launch of a group, the newest first."""
     for incarnation in range(latest_incarnation(run, group), 0, -1):
-        if launch := read_launch(run, group, incarnation):
+        launch = read_launch(run, group, incarnation)
+        if launch:
             yield incarnation, launch
 
 

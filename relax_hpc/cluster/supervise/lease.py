@@ -1,5 +1,5 @@
-"""Lease of the supervisor: the holder beats in a file, and a candidate takes over once it stands
-still for a lease."""
+"""Lease of the supervisor. The holder writes heartbeats to a file; a candidate takes over if the
+file does not change for the length of a lease."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 _WIDTH = 512
-_NOBODY = 0
-"""Number in place of a pid: the holder has given the lease up."""
+_RELEASED = 0
+"""Number in place of a pid after the holder has released the lease."""
 _OUTCOME_S = 3.0
 
 
 class Lease:
-    """The right to supervise under ``name``. ``node`` is where this process runs, ``allocation``
-    its life of its job.
+    """The right to supervise under ``name``. ``node`` is the node of this process, ``allocation``
+    its job with the number of restarts.
 
-    What another allocation holds is free once that is ``gone``; an orphan of it is fenced by its
-    incarnation. The file is written in place and closed: that is what network filesystems show to
-    others soonest.
+    A lease of another allocation is free if that allocation is ``gone``. Processes that survive it
+    are fenced by their incarnation. The file is written in place and closed, because network file
+    systems show such a change to other nodes soonest.
 
-    On a disk that takes nothing nobody can beat, so that stillness says nothing there: a candidate
-    counts it only while it can write itself, and a head that has lived through an outage goes on.
-    One whose own node alone has lost the disk does lose the lease. The incarnation keeps the two
-    apart whoever is wrong: it is taken by exclusive create, and a supervisor that cannot see
-    whether there is a newer one does nothing until it can.
+    No holder can write a heartbeat on a full disk. A candidate therefore counts the silence only
+    while it can write itself, and a holder continues after an outage. A holder loses the lease if
+    only its own node has lost the disk. The incarnation separates two supervisors in any case: it
+    is taken by exclusive create, and a supervisor that cannot read whether there is a newer one
+    does nothing until it can.
     """
 
     def __init__(
@@ -57,21 +57,22 @@ class Lease:
         self.gone = gone
         self.path = run.rendezvous(name) / "lease"
         self.former = 0
-        """Number of supervisors so far, when the lease was found free."""
-        self._seen, self._since = ("", 0), time.monotonic()
-        self._tried_at = 0.0
-        """Time at which this candidate last wrote there itself."""
-        self._alive_until = 0.0
+        """Number of the newest supervisor when the lease was free."""
+        self._last_content, self._changed_at = ("", 0), time.monotonic()
+        self._probed_at = 0.0
+        """Time at which this candidate last probed the disk, monotonic seconds."""
+        self._renewed_until = 0.0
         self._incarnation = 0
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
     # -- as a candidate ----------------------------------------------------------------------------
 
-    def free(self) -> bool:
-        """Whether nobody holds it; to be asked again and again, as stillness takes time to see.
+    def is_free(self) -> bool:
+        """Whether the lease has no living holder. The caller repeats this, because silence is
+        known only after the length of a lease.
 
-        Of several candidates that find it free one gets the incarnation after ``former``.
+        If several candidates find it free, one of them gets the incarnation after ``former``.
         """
         try:
             self.former = latest_incarnation(self.run, self.name)
@@ -81,37 +82,40 @@ class Lease:
         except OSError as error:
             if not is_temporary(error):
                 raise
-            self._since = time.monotonic()
+            self._changed_at = time.monotonic()
             return False
-        if (seen := (text, self.former)) != self._seen:
-            self._seen, self._since = seen, time.monotonic()
-        if not self.former or self._stands_still():
+        content = (text, self.former)
+        if content != self._last_content:
+            self._last_content, self._changed_at = content, time.monotonic()
+        if not self.former or self._is_silent():
             return True
         try:
             holder = json.loads(text)
-            # Else somebody has taken the next incarnation, and is about to beat.
-            return holder["incarnation"] == self.former and self._left(holder)
+            # Otherwise another supervisor has taken the next incarnation and will write soon.
+            return holder["incarnation"] == self.former and self._has_ended(holder)
         except (ValueError, LookupError, TypeError, RecursionError):
-            # Read in the middle of a beat, or of the making of the file; if it is not, it stands
-            # still.
+            # The file was read while it was written. If it is broken for another reason, it does
+            # not change, and the lease becomes free by silence.
             return False
 
-    def _stands_still(self) -> bool:
-        """Whether nobody has beaten for a lease, although that could be written.
+    def _is_silent(self) -> bool:
+        """Whether no heartbeat was written for the length of a lease, although the disk could be
+        written.
 
-        It is tried in the second half of a lease, as often as a holder beats: an outage that is
-        over before that leaves a holder the time to be seen.
+        The disk is probed in the second half of a lease, once in each heartbeat interval. After an
+        outage that ends earlier, a holder has enough time to write a heartbeat.
         """
         now = time.monotonic()
-        still_s = now - self._since
-        if still_s > self.limits.lease_s / 2 and now - self._tried_at > self.limits.beat_s:
-            self._tried_at = now
+        silent_s = now - self._changed_at
+        if silent_s > self.limits.lease_s / 2 and now - self._probed_at > self.limits.beat_s:
+            self._probed_at = now
             if probe_folder(self.path.parent, _WIDTH):
-                self._since = now
-        return now - self._since > self.limits.lease_s
+                self._changed_at = now
+        return now - self._changed_at > self.limits.lease_s
 
-    def _left(self, holder: dict) -> bool:
-        if holder["pid"] == _NOBODY:
+    def _has_ended(self, holder: dict) -> bool:
+        """Whether a holder has released the lease, or has certainly ended."""
+        if holder["pid"] == _RELEASED:
             return True
         if holder["allocation"] != self.allocation:
             return self.gone(holder["allocation"])
@@ -119,33 +123,31 @@ class Lease:
 
     # -- as the holder -----------------------------------------------------------------------------
 
-    def hold(self, incarnation: int) -> None:
-        """Begin to beat, as long as `tick` is called. A disk that takes nothing is not waited
-        for."""
+    def acquire(self, incarnation: int) -> None:
+        """Begin to write heartbeats, which continue as long as `renew` is called. This does not
+        wait for a full disk."""
         self._incarnation = incarnation
-        self.tick()
+        self.renew()
         with contextlib.suppress(OSError):
             self._write(0, os.getpid())
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
 
-    def tick(self) -> None:
-        """The holder gets on with its work. If it does not for long, it shall lose the lease."""
-        self._alive_until = time.monotonic() + max(60.0, 2 * self.limits.lease_s)
+    def renew(self) -> None:
+        """Report that the holder makes progress. A holder that hangs loses the lease."""
+        self._renewed_until = time.monotonic() + max(60.0, 2 * self.limits.lease_s)
 
-    def give_up(self) -> None:
-        """Give the lease up at once to the next candidate."""
-        self._stop()
+    def release(self) -> None:
+        """Release the lease, so that the next candidate takes it immediately."""
+        self.stop_beating()
         if self._incarnation:
-            # On an ill disk the next one finds that it stands still.
+            # If the disk fails, the next candidate takes the lease after the usual silence.
             with contextlib.suppress(OSError):
-                self._write(0, _NOBODY)
+                self._write(0, _RELEASED)
 
-    def lose(self) -> None:
-        """Give the lease up, as another holds it: beat no more, and leave the file alone."""
-        self._stop()
-
-    def _stop(self) -> None:
+    def stop_beating(self) -> None:
+        """Write no more heartbeats, and do not touch the file, because another supervisor holds
+        the lease."""
         self._end.set()
         if self._thread:
             self._thread.join()
@@ -153,24 +155,24 @@ class Lease:
     def _beat(self) -> None:
         beat = 0
         while not self._end.wait(self.limits.beat_s):
-            # A filesystem that hangs for a moment must not end the beating.
+            # A file system that hangs for a moment must not end the heartbeats.
             with contextlib.suppress(OSError):
                 if (
-                    time.monotonic() < self._alive_until
+                    time.monotonic() < self._renewed_until
                     and latest_incarnation(self.run, self.name) == self._incarnation
                 ):
                     beat += 1
                     self._write(beat, os.getpid())
 
     def _write(self, beat: int, pid: int) -> None:
-        about = {
+        holder = {
             "incarnation": self._incarnation,
             "beat": beat,
             "node": self.node,
             "allocation": self.allocation,
             "pid": pid,
         }
-        text = json.dumps(about)
+        text = json.dumps(holder)
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.write(file, text.ljust(_WIDTH).encode())
@@ -178,25 +180,25 @@ class Lease:
             os.close(file)
 
 
-def holder_of(run: RunDir, name: str) -> dict:
-    """Holder of the lease as its file says: incarnation, beat, node, allocation, pid; empty while
-    it cannot be read."""
+def lease_holder(run: RunDir, name: str) -> dict:
+    """Holder of the lease from its file: incarnation, beat, node, allocation, pid. Empty if the
+    file cannot be read."""
     return read_map(
         run.rendezvous(name) / "lease", incarnation=int, beat=int, node=str, allocation=str, pid=int
     )
 
 
-def leave_outcome(run: RunDir, name: str, allocation: str, code: int) -> None:
-    """Tell the candidates of an allocation that supervision is over, and how; on a full disk after
-    a while in vain.
+def write_outcome(run: RunDir, name: str, allocation: str, code: int) -> None:
+    """Record for the candidates of an allocation that supervision has ended, with its exit code.
 
-    Whoever ended for want of room must still come to requeue the job.
+    On a full disk this fails without an error after a few seconds, because the supervisor must
+    still requeue its job.
     """
     path = run.rendezvous(name) / f"outcome-{allocation}.json"
     with contextlib.suppress(OSError):
         retry_write(path, lambda: write_json(path, {"code": code}), has_passed_in(_OUTCOME_S))
 
 
-def outcome_of(run: RunDir, name: str, allocation: str) -> int | None:
-    """The exit code that supervision in an allocation ended with; None while it goes on."""
+def read_outcome(run: RunDir, name: str, allocation: str) -> int | None:
+    """The exit code of supervision in an allocation; None if it has not ended."""
     return read_map(run.rendezvous(name) / f"outcome-{allocation}.json", code=int).get("code")

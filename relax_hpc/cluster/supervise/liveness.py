@@ -1,5 +1,5 @@
-"""Beats of the run as the hub knows them, asked for again and again, and who is dead by them: see
-`verdict`."""
+"""Heartbeats of the run, which a supervisor requests from the hub, and the roles that are dead
+because of them. `verdict` has the rules."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.plan import SUPERVISOR
 
 _FIND_BEATS = 4
-"""Beats within which every client has found the card of a new hub."""
-Who = tuple[str, str, int]
-"""Group, role (empty: all of a group that is looked after elsewhere), incarnation."""
-Dead = tuple[str, str, int, str]
-"""Group, role (empty: all of a group that is looked after elsewhere), incarnation (0: any), and the
-reason."""
+"""Heartbeat intervals within which every client finds the card of a new hub."""
+RoleKey = tuple[str, str, int]
+"""Group, role (empty: a whole group under another supervisor), incarnation."""
+DeadRole = tuple[str, str, int, str]
+"""Group, role (empty: a whole group under another supervisor), incarnation (0: any), reason."""
 
 
 class Liveness:
-    """Asks the hub for the beats that it has, once a beat. `look` never waits; ``wake`` is called
-    when it should look.
+    """Client that requests all heartbeats from the hub, once in each heartbeat interval.
 
-    A role is dead when two answers in a row say so: a hub that was stopped itself has beats to read
-    first.
+    `poll` never waits; ``wake`` is called when an answer has arrived. A role is dead only if two
+    consecutive answers say so, because a hub that was stopped itself must first read the heartbeats
+    that arrived meanwhile.
     """
 
     def __init__(
@@ -41,8 +40,8 @@ class Liveness:
         hub_incarnation: Callable[[], int] = lambda: 0,
         read_s: float = 0.0,
     ) -> None:
-        """``hub_incarnation``: of the newest hub that can be asked, 0 if there is none. ``read_s``:
-        in which the largest that a role loads is read, however slowly."""
+        """``hub_incarnation`` returns the incarnation of the newest hub that can be asked, or 0.
+        ``read_s``: seconds in which a slow disk delivers the largest file that a role loads."""
         self.client, self.limits, self.wake, self.hub_incarnation = (
             client,
             limits,
@@ -53,135 +52,140 @@ class Liveness:
         self.progress: Progress = UNKNOWN
         """Progress of the run, by the newest answer."""
         self.disk: list[dict[str, Any]] = []
-        """Writes that do not succeed, of whomever, by the newest answer."""
+        """Writes of all members that fail because of a disk, by the newest answer."""
         self.answered_at = time.monotonic()
         """Time of the newest answer, monotonic seconds."""
         self.beats: dict[str, dict[str, Any]] = {}
-        """Beats of the newest answer."""
+        """Heartbeats of the newest answer."""
         self.silent_since: float | None = None
-        """Time at which the hub was first asked in vain, monotonic seconds; None while it
+        """Time of the first request that the hub did not answer, monotonic seconds; None while it
         answers."""
         self.silent: set[tuple[str, int]] = set()
-        """Groups (and their incarnations) that are looked after elsewhere, of whom a member gives
-        no sign."""
-        self.lacking: dict[str, dict[str, Any]] = {}
-        """Groups that the others wait for, as the hub said last; see `Presence.report`."""
-        self.doing: dict[str, str] = {}
-        """Words of groups on what they are doing, where people should know: an engine's start takes
-        minutes."""
+        """Groups, with their incarnations, under another supervisor that have a silent member."""
+        self.awaited_groups: dict[str, dict[str, Any]] = {}
+        """Groups that other groups wait for, by the newest answer; see `Presence.report`."""
+        self.activities: dict[str, str] = {}
+        """Present activity of groups whose activity the user should see, such as the start of an
+        engine, which takes minutes."""
         self._next = time.monotonic() + min(limits.beat_s, limits.lease_s / 3)
         self._answer: Future | None = None
-        self._asked = 0
-        """Incarnation of the hub that is to answer."""
-        self._began: dict[int, float] = {}
-        """Time at which each hub, by incarnation, was first looked for, monotonic seconds."""
-        self._suspects: set[Dead] = set()
-        self._quiet: set[tuple[str, int]] = set()
-        self._seen: dict[tuple[str, int], float] = {}
+        self._asked_incarnation = 0
+        """Incarnation of the hub that was asked last."""
+        self._hub_expected_at: dict[int, float] = {}
+        """Time since which each hub, by incarnation, is expected to answer, monotonic seconds."""
+        self._suspects: set[DeadRole] = set()
+        """Roles that were dead by the previous answer."""
+        self._silent_before: set[tuple[str, int]] = set()
+        """Groups that were silent by the previous answer."""
+        self._first_seen: dict[tuple[str, int], float] = {}
 
-    def look(self, groups: Mapping[str, Incarnation], done: Set[str]) -> list[Dead]:
-        """Roles of ``groups`` but those ``done``, and other groups, that are dead; the hub if it
-        owes an answer."""
+    def poll(self, groups: Mapping[str, Incarnation], done: Set[str]) -> list[DeadRole]:
+        """Dead roles of ``groups`` except those ``done``, and dead groups under other supervisors.
+        They include the hub if its answer is overdue."""
         now, answer = time.monotonic(), self._answer
         if answer is None:
             if now >= self._next:
-                self._next = now + min(self.limits.beat_s, self.limits.lease_s / 3)
-                self._asked = self.hub_incarnation()
-                self._answer = self.client.status.get(timeout=self.limits.lease_s)
-                self._answer.add_done_callback(lambda _: self.wake())
+                self._send_request(now)
             return []
         if not answer.done():
             return []
         self._answer = None
-        if answer.exception():
-            self._suspects, self._quiet, self.silent = set(), set(), set()
-            return (
-                self._judge_hub(groups, now)
-                if isinstance(answer.exception(), DeadlineError)
-                else []
-            )
-        found = answer.result()
-        self.progress = (found.trained_steps, found.accepted, len(found.checkpoints))
-        self.lacking = found.lacking
-        self.disk, self.answered_at, self.beats = found.disk, now, found.beats
-        self.doing = {
-            beat["group"]: beat["doing"] for beat in found.beats.values() if beat.get("doing")
+        error = answer.exception()
+        if error:
+            self._suspects, self._silent_before, self.silent = set(), set(), set()
+            return self._judge_hub(groups, now) if isinstance(error, DeadlineError) else []
+        status = answer.result()
+        self.progress = (status.trained_steps, status.accepted, len(status.checkpoints))
+        self.awaited_groups = status.lacking
+        self.disk, self.answered_at, self.beats = status.disk, now, status.beats
+        self.activities = {
+            beat["group"]: beat["doing"] for beat in status.beats.values() if beat.get("doing")
         }
-        verdicts = {
-            **self._of_roles(groups, done, found.beats, now),
-            **self._of_others(groups, found.beats),
+        return self._judge_groups(groups, done, now)
+
+    def _send_request(self, now: float) -> None:
+        self._next = now + min(self.limits.beat_s, self.limits.lease_s / 3)
+        self._asked_incarnation = self.hub_incarnation()
+        self._answer = self.client.status.get(timeout=self.limits.lease_s)
+        self._answer.add_done_callback(lambda _: self.wake())
+
+    def _judge_groups(
+        self, groups: Mapping[str, Incarnation], done: Set[str], now: float
+    ) -> list[DeadRole]:
+        """Roles and groups that are dead by the newest two answers."""
+        verdicts = {**self._judge_roles(groups, done, now), **self._judge_other_groups(groups)}
+        suspects = {
+            (*key, judgement.reason)
+            for key, judgement in verdicts.items()
+            if judgement.fate is Fate.DEAD
         }
-        suspects = {(*who, said.reason) for who, said in verdicts.items() if said.fate is Fate.DEAD}
         dead, self._suspects = suspects & self._suspects, suspects
         silent = {
             (name, incarnation)
-            for (name, role, incarnation), said in verdicts.items()
-            if not role and said is not LIVES
+            for (name, role, incarnation), judgement in verdicts.items()
+            if not role and judgement is not LIVES
         }
-        self.silent, self._quiet = silent & self._quiet, silent
+        self.silent, self._silent_before = silent & self._silent_before, silent
         return sorted(dead)
 
-    def _judge_hub(self, groups: Mapping[str, Incarnation], now: float) -> list[Dead]:
-        """Judge a hub that has not answered. One that was not there yet when asked has as long as
-        others to start."""
+    def _judge_hub(self, groups: Mapping[str, Incarnation], now: float) -> list[DeadRole]:
+        """Judge a hub that has not answered. A hub that did not run yet at the request has as much
+        time as other groups to start."""
         limits, incarnation = self.limits, groups["hub"].incarnation if "hub" in groups else 0
-        found = Evidence(unanswered_s=limits.lease_s, patience_s=limits.lease_s)
-        if incarnation != self._asked:
-            since_s = now - self._began.setdefault(incarnation, now - limits.lease_s)
-            found = Evidence(unanswered_s=since_s, patience_s=limits.start_timeout_s)
-        said = verdict(found, limits)
-        return [("hub", "controller", incarnation, said.reason)] if said.fate is Fate.DEAD else []
+        evidence = Evidence(unanswered_s=limits.lease_s, patience_s=limits.lease_s)
+        if incarnation != self._asked_incarnation:
+            since = self._hub_expected_at.setdefault(incarnation, now - limits.lease_s)
+            evidence = Evidence(unanswered_s=now - since, patience_s=limits.start_timeout_s)
+        judgement = verdict(evidence, limits)
+        if judgement.fate is not Fate.DEAD:
+            return []
+        return [("hub", "controller", incarnation, judgement.reason)]
 
-    def _of_roles(
-        self,
-        groups: Mapping[str, Incarnation],
-        done: Set[str],
-        beats: Mapping[str, Mapping[str, Any]],
-        now: float,
-    ) -> dict[Who, Verdict]:
-        """Verdicts on roles that this supervisor looks after."""
-        found = {}
+    def _judge_roles(
+        self, groups: Mapping[str, Incarnation], done: Set[str], now: float
+    ) -> dict[RoleKey, Verdict]:
+        """Verdicts on the roles of this supervisor."""
+        verdicts = {}
         for name, group in groups.items():
-            first = self._seen.setdefault((name, group.incarnation), now)
+            first = self._first_seen.setdefault((name, group.incarnation), now)
             for role in {member.role for member in group.members} - {"controller"}:
-                if f"{name}/{role}" not in done:
-                    mine = [
-                        beat
-                        for key, beat in beats.items()
-                        if _is_of(key, beat, name, role, group.incarnation)
-                    ]
-                    patience_s = self._patience_s(group)
-                    evidence = Evidence(
-                        beats=mine, known_s=now - first, patience_s=patience_s, load_s=self._load_s
-                    )
-                    found[name, role, group.incarnation] = verdict(evidence, self.limits)
-        return found
+                if f"{name}/{role}" in done:
+                    continue
+                beats = [
+                    beat
+                    for key, beat in self.beats.items()
+                    if _is_of_role(key, beat, name, role, group.incarnation)
+                ]
+                evidence = Evidence(
+                    beats=beats,
+                    known_s=now - first,
+                    patience_s=self._patience_s(group),
+                    load_s=self._load_s,
+                )
+                verdicts[name, role, group.incarnation] = verdict(evidence, self.limits)
+        return verdicts
 
-    def _of_others(
-        self, groups: Collection[str], beats: Mapping[str, Mapping[str, Any]]
-    ) -> dict[Who, Verdict]:
-        """Verdicts on groups that another supervisor looks after, which may be as dead."""
-        theirs: dict[Who, list[Mapping[str, Any]]] = {}
-        for beat in beats.values():
+    def _judge_other_groups(self, groups: Collection[str]) -> dict[RoleKey, Verdict]:
+        """Verdicts on groups of other supervisors, which may have died with their supervisor."""
+        beats_of: dict[RoleKey, list[Mapping[str, Any]]] = {}
+        for beat in self.beats.values():
             if beat["group"] not in groups and not beat["group"].startswith(SUPERVISOR):
-                theirs.setdefault((beat["group"], "", beat["incarnation"]), []).append(beat)
+                beats_of.setdefault((beat["group"], "", beat["incarnation"]), []).append(beat)
         return {
-            who: verdict(Evidence(beats=found, others=True), self.limits)
-            for who, found in theirs.items()
+            key: verdict(Evidence(beats=beats, others=True), self.limits)
+            for key, beats in beats_of.items()
         }
 
     def _patience_s(self, group: Incarnation) -> float:
-        """One that was just started has to begin; an adopted one beats, but has to find a hub that
-        was started anew."""
-        adopted = self.limits.lease_s + _FIND_BEATS * self.limits.beat_s
-        return (
-            self.limits.start_timeout_s
-            if any(member.process for member in group.members)
-            else adopted
-        )
+        """Seconds until the first heartbeat of a group, at most. A new one has to start. An adopted
+        one runs already, but has to find a restarted hub."""
+        if any(member.process for member in group.members):
+            return self.limits.start_timeout_s
+        return self.limits.lease_s + _FIND_BEATS * self.limits.beat_s
 
 
-def _is_of(key: str, beat: Mapping[str, Any], name: str, role: str, incarnation: int) -> bool:
+def _is_of_role(key: str, beat: Mapping[str, Any], name: str, role: str, incarnation: int) -> bool:
+    """Whether a heartbeat with ``key`` (`group/member`) is of a role, or of one of its ranks."""
     member = key.partition("/")[2]
     return (beat["group"], beat["incarnation"]) == (name, incarnation) and (
         member == role or member.startswith(f"{role}-")

@@ -1,5 +1,12 @@
-"""A group as local processes: one a role, or the parent of its ranks, started together and killed
-together."""
+"""A group as local processes, which start and end together.
+
+Each role has one child process: the role itself, or the parent of its ranks.
+
+The kernel ends a role with its supervisor, and a reward's worker with its role. A process that a
+user's reward, tool or environment has started has no living parent then, and would continue. It has
+inherited the environment variable `INCARNATION_VARIABLE`, by which `kill_leftovers` recognises it.
+Under Slurm the cgroup of a step ends such processes.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +19,11 @@ from dataclasses import replace
 import psutil
 
 from relax_hpc.base.local_dir import LOCAL_DIR
+from relax_hpc.base.processes import all_processes
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.supervise import leftovers
 from relax_hpc.cluster.supervise.command import Command
 from relax_hpc.cluster.supervise.group import Incarnation, Member
-from relax_hpc.cluster.supervise.launch_records import Launch, record
-from relax_hpc.cluster.supervise.leftovers import end_leftovers
+from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import ranks_of, roles_of, variables_of
 from relax_hpc.net.rendezvous.process import (
@@ -28,51 +34,59 @@ from relax_hpc.net.rendezvous.process import (
     handles_stack_signal,
 )
 
+INCARNATION_VARIABLE = "RELAX_INCARNATION"
+"""Environment variable that names the incarnation, the group and the run of a process."""
 
-class Processes(Incarnation):
-    """Children of this process, each with a session of its own."""
 
-    def ask_to_end(self) -> None:
+class LocalProcesses(Incarnation):
+    """Children of this process, each in a separate session."""
+
+    def request_end(self) -> None:
         for member in self.members:
-            if member.process.poll() is None:
-                member.process.send_signal(END_SIGNAL)
+            if member.child.poll() is None:
+                member.child.send_signal(END_SIGNAL)
 
-    def ask_for_stacks(self) -> None:
-        """See `Incarnation.ask_for_stacks`. Launchers and engines have no such handler, and would
-        end."""
-        for process in (one for member in self.members for one in family(member.process.pid)):
+    def request_stacks(self) -> None:
+        """See `Incarnation.request_stacks`."""
+        for process in self._all_processes():
+            # The signal would end processes without a handler, such as launchers and engines.
             if handles_stack_signal(process.pid):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(STACKS_SIGNAL)
 
-    def ended(self) -> list[Member]:
-        return [member for member in self.members if member.process.poll() is not None]
+    def ended_members(self) -> list[Member]:
+        return [member for member in self.members if member.child.poll() is not None]
 
     def kill(self) -> None:
-        """The processes and their children at once, and what these have left behind."""
-        kill([process for member in self.members for process in family(member.process.pid)])
+        """Kill the processes, their descendants, and all that these left behind."""
+        kill_processes(self._all_processes())
         for member in self.members:
-            member.process.wait(timeout=30)
-        self.end_leftovers()
-        self.leave()
+            member.child.wait(timeout=30)
+        self.kill_leftovers()
+        self.detach()
 
-    def end_leftovers(self) -> None:
-        """End the processes of this incarnation and of those before it, none of which is to
-        live."""
-        end_leftovers(self.run, self.name, self.incarnation)
+    def _all_processes(self) -> list[psutil.Process]:
+        processes: list[psutil.Process] = []
+        for member in self.members:
+            processes += process_tree(member.child.pid)
+        return processes
+
+    def kill_leftovers(self) -> None:
+        """Kill remaining processes of this incarnation and of earlier ones."""
+        kill_leftovers(self.run, self.name, self.incarnation)
 
 
-class Waiting(Processes):
+class WaitingProcesses(LocalProcesses):
     """Incarnation that was started ahead and has not begun."""
 
-    def end_leftovers(self) -> None:
-        """End nothing: it has started no work, and the incarnation before it is at work."""
+    def kill_leftovers(self) -> None:
+        """Kill nothing: this incarnation has started no work, and the one before it is working."""
 
 
 class LocalLauncher:
-    """Groups as process trees of this machine; they die with this process.
+    """Launcher of groups as process trees of this machine, which die with this process.
 
-    ``job``: the Slurm job around it, if any, and ``ending``: whether that is about to end.
+    ``job``: the Slurm job around it, or empty. ``ending`` returns whether that job is about to end.
     """
 
     def __init__(
@@ -81,18 +95,16 @@ class LocalLauncher:
         self.run, self.job, self._ending = run, job, ending
 
     def commands(self, name: str, incarnation: int) -> dict[str, Command]:
-        """Commands of all roles of ``name`` (the controller first in the hub), output to its log
-        directory."""
+        """Commands of all roles of ``name``, in the hub the controller first. Their output goes to
+        the group's log directory."""
         config = load_resolved(self.run.root, name)
-        own = {leftovers.VARIABLE: leftovers.word(self.run, name, incarnation)}
-        logs, variables = (
-            self.run.logs(name, incarnation),
-            environment(config, variables_of(config, name)) | own,
-        )
+        logs = self.run.logs(name, incarnation)
+        variables = role_environment(config, variables_of(config, name))
+        variables[INCARNATION_VARIABLE] = incarnation_tag(self.run, name, incarnation)
         led = ["--led"] if self.job else []
         return {
             role: Command(
-                words=[*command(self.run, config, name, role, incarnation), *led],
+                arguments=[*role_command(self.run, config, name, role, incarnation), *led],
                 env=variables,
                 log=logs / f"{role}.log",
                 config=config,
@@ -102,50 +114,50 @@ class LocalLauncher:
 
     def start(
         self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None
-    ) -> Processes:
+    ) -> LocalProcesses:
         """See `Launcher.start`."""
         commands = self.commands(name, incarnation)
         self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=True)
-        record(self.run, name, incarnation, replace(launch, job=self.job))
-        # Of one whose supervisor was killed too.
-        end_leftovers(self.run, name, incarnation - 1)
-        return Processes(self.run, name, incarnation, begin_members(commands, ahead))
+        record_launch(self.run, name, incarnation, replace(launch, job=self.job))
+        # If the previous supervisor was killed, its processes may still have children.
+        kill_leftovers(self.run, name, incarnation - 1)
+        return LocalProcesses(self.run, name, incarnation, start_members(commands, ahead))
 
-    def start_ahead(self, name: str, incarnation: int, roles: Sequence[str]) -> Waiting:
+    def start_ahead(self, name: str, incarnation: int, roles: Sequence[str]) -> WaitingProcesses:
         """See `Launcher.start_ahead`."""
         commands = self.commands(name, incarnation)
         self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=True)
-        return Waiting(
+        return WaitingProcesses(
             self.run,
             name,
             incarnation,
-            [Member.begin(role, commands[role], ahead=True) for role in roles],
+            [Member.start(role, commands[role], ahead=True) for role in roles],
         )
 
     def adopt(self, name: str, incarnation: int) -> None:
-        """None: processes die with their supervisor."""
+        """None, because local processes die with their supervisor."""
 
-    def whole(self, name: str) -> bool:
+    def has_all_nodes(self, name: str) -> bool:
         return True
 
-    def lost(self, name: str) -> bool:
+    def has_lost_nodes(self, name: str) -> bool:
         return False
 
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         return self._ending()
 
     def hand_over(self, name: str, reason: str) -> str:
         return ""
 
 
-def begin_members(commands: Mapping[str, Command], ahead: Incarnation | None) -> list[Member]:
-    """One a role: who was started ``ahead``, and whoever has to be started now."""
-    begun = {member.role: member for member in ahead.members} if ahead else {}
-    return [begun.get(role) or Member.begin(role, command) for role, command in commands.items()]
+def start_members(commands: Mapping[str, Command], ahead: Incarnation | None) -> list[Member]:
+    """One member for each role: the one that was started ``ahead``, or else a new one."""
+    started = {member.role: member for member in ahead.members} if ahead else {}
+    return [started.get(role) or Member.start(role, command) for role, command in commands.items()]
 
 
-def family(pid: int) -> list[psutil.Process]:
-    """A process and all its descendants, now."""
+def process_tree(pid: int) -> list[psutil.Process]:
+    """A process and all its present descendants."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -153,17 +165,36 @@ def family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def kill(processes: list[psutil.Process]) -> None:
-    """SIGKILL to processes, known by pid and start time, that are still there."""
+def kill_processes(processes: list[psutil.Process]) -> None:
+    """Send SIGKILL to processes. psutil compares pid and start time, so that a reused pid is
+    safe."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def role_words(
+def incarnation_tag(run: RunDir, group: str, incarnation: int) -> str:
+    """Value of INCARNATION_VARIABLE in the processes of a group."""
+    return f"{group} {incarnation} {run.root}"
+
+
+def kill_leftovers(run: RunDir, group: str, last: int) -> None:
+    """Kill all processes of this user that belong to incarnations of ``group`` up to ``last``."""
+    for process in all_processes():
+        # A process may have ended meanwhile or may not be readable, and another program may use
+        # the variable with another content.
+        with contextlib.suppress(psutil.Error, OSError, LookupError, ValueError):
+            if process.uids().effective != os.geteuid() or process.pid == os.getpid():
+                continue
+            name, number, root = process.environ()[INCARNATION_VARIABLE].split(" ", 2)
+            if (name, root) == (group, str(run.root)) and int(number) <= last:
+                process.kill()
+
+
+def role_arguments(
     run: RunDir, group: str, role: str, incarnation: int, module: str = "relax_hpc.roles"
 ) -> list[str]:
-    """Arguments of a Python interpreter that becomes a rank of ``role``, by ``module``."""
+    """Arguments of a Python interpreter that runs one rank of ``role`` with ``module``."""
     args = [
         "--run_dir",
         str(run.root),
@@ -177,24 +208,29 @@ def role_words(
     return ["-m", module, *args]
 
 
-def command(run: RunDir, config: Config, group: str, role: str, incarnation: int) -> list[str]:
+def role_command(run: RunDir, config: Config, group: str, role: str, incarnation: int) -> list[str]:
     """Command line that starts ``role`` on this machine."""
     ranks = ranks_of(config, group, role)
-    together = ["-m", "relax_hpc.cluster.supervise.ranks", str(ranks)] if ranks > 1 else []
-    return [sys.executable, *together, *role_words(run, group, role, incarnation)]
+    parent = ["-m", "relax_hpc.cluster.supervise.ranks", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *parent, *role_arguments(run, group, role, incarnation)]
 
 
-def environment(config: Config, extra: dict[str, str] | None = None) -> dict[str, str]:
-    """Environment variables of a run's processes; ``extra`` are a group's own."""
-    own = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    # Libraries would pick a GPU that they can see, whatever the configuration says.
+def role_environment(config: Config, extra: dict[str, str] | None = None) -> dict[str, str]:
+    """Environment variables of a run's processes; ``extra`` are the variables of a group."""
+    defaults = {
+        "OMP_NUM_THREADS": str(config.threads),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    # Libraries use any GPU that they can see, even if model.device is cpu.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.model.device == "cpu" else {}
     if config.site.local_dir and LOCAL_DIR not in os.environ:
-        # As batch scripts do.
-        own[LOCAL_DIR] = f"{config.site.local_dir}/{os.environ.get('USER') or os.getuid()}-relax"
+        # Batch scripts set the same folder.
+        user = os.environ.get("USER") or os.getuid()
+        defaults[LOCAL_DIR] = f"{config.site.local_dir}/{user}-relax"
     return (
         clean_environment()
-        | own
+        | defaults
         | config.site.env
         | (extra or {})
         | hidden

@@ -1,9 +1,9 @@
-"""`python -m relax_hpc.cluster.supervise.ranks N WORDS...`: N processes `python WORDS`, the ranks
-of a group on this node.
+"""`python -m relax_hpc.cluster.supervise.ranks N ARGUMENTS...`: start N processes
+`python ARGUMENTS`, the ranks of a group on this node.
 
-They meet by sockets that each has inherited (`relax_hpc.net.rendezvous.world`), so that no MPI is
-needed within a node: its launchers listen on every interface. The end of a rank that failed is the
-end of all, and all end with this process.
+The ranks exchange their addresses over inherited sockets (`relax_hpc.net.rendezvous.world`). MPI is
+not used within a node, because its launchers listen on every network interface. If a rank fails,
+all ranks end. All ranks end with this process.
 """
 
 from __future__ import annotations
@@ -28,37 +28,39 @@ _WAKEUP_BYTES = 4096
 class _Rank:
     number: int
     process: subprocess.Popen
-    line: socket.socket
+    connection: socket.socket
     card: bytearray = field(default_factory=bytearray)
-    """Card that the rank prints: a line, when it is whole."""
+    """Card that the rank sends: one line, complete when it ends with a newline."""
 
 
-def main(words: list[str]) -> int:
-    """The exit code of the first rank that failed; 0 when all are done."""
+def main(arguments: list[str]) -> int:
+    """Start the ranks and wait for them. The exit code is that of the first rank that failed, or 0
+    if all succeed."""
     die_with_parent()
-    # A signal that comes before there is somebody to tell waits.
+    # Signals that arrive before the ranks exist stay pending until they are unblocked below.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    ranks = [_start(number, int(words[0]), words[1:]) for number in range(int(words[0]))]
+    count = int(arguments[0])
+    ranks = [_start(number, count, arguments[1:]) for number in range(count)]
     # Python runs a handler only between two of its instructions. A byte in this pipe ends the wait
     # for the ranks, so that the handler also runs if its signal came just before that wait.
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     for number in stop_signals():
-        signal.signal(number, lambda given, _: _signal(ranks, given))
+        signal.signal(number, lambda received, _: _signal(ranks, received))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    code = _look_after(ranks, woken)
+    code = _await_ranks(ranks, woken)
     _signal(ranks, signal.SIGKILL)
     for rank in ranks:
         rank.process.wait()
     return code
 
 
-def _start(number: int, count: int, words: list[str]) -> _Rank:
+def _start(number: int, count: int, arguments: list[str]) -> _Rank:
     ours, theirs = socket.socketpair()
     with theirs:
         meeting = f"{number} {count} {theirs.fileno()}"
         process = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, *arguments],
             env=os.environ | {MEETING: meeting, PARENT: str(os.getpid())},
             pass_fds=(theirs.fileno(),),
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS),
@@ -72,54 +74,60 @@ def _signal(ranks: list[_Rank], number: int) -> None:
             rank.process.send_signal(number)
 
 
-def _look_after(ranks: list[_Rank], woken: int) -> int:
-    """Pass the cards of all ranks to each, and wait until all have ended, or one has failed.
+def _await_ranks(ranks: list[_Rank], woken: int) -> int:
+    """Send the cards of all ranks to each rank. Return when all have ended, or one has failed.
 
     ``woken``: the read end of a pipe to which each signal writes a byte.
     """
-    left = len(ranks)
+    running = len(ranks)
     with selectors.DefaultSelector() as selector:
         selector.register(woken, selectors.EVENT_READ)
-        for rank in ranks:
-            selector.register(rank.line, selectors.EVENT_READ, rank)
-            selector.register(os.pidfd_open(rank.process.pid), selectors.EVENT_READ, rank)
-        while left:
+        for new_rank in ranks:
+            selector.register(new_rank.connection, selectors.EVENT_READ, new_rank)
+            selector.register(os.pidfd_open(new_rank.process.pid), selectors.EVENT_READ, new_rank)
+        while running:
             for key, _ in selector.select():
                 if key.fd == woken:
                     os.read(woken, _WAKEUP_BYTES)
                     continue
                 rank: _Rank = key.data
-                if key.fileobj is rank.line:
-                    if not _hear(rank):
-                        selector.unregister(rank.line)
+                if key.fileobj is rank.connection:
+                    if not _receive_card(rank):
+                        selector.unregister(rank.connection)
                     elif all(each.card.endswith(b"\n") for each in ranks):
-                        _tell(ranks)
+                        _send_cards(ranks)
                     continue
                 selector.unregister(key.fileobj)
-                left -= 1
-                if code := rank.process.wait():
-                    how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-                    print(f"rank {rank.number} {how}", file=sys.stderr, flush=True)
-                    return EXIT_RETRY if code < 0 else code
+                running -= 1
+                code = rank.process.wait()
+                if code:
+                    return _report_failure(rank, code)
     return EXIT_DONE
 
 
-def _hear(rank: _Rank) -> bool:
-    """Whether more of a rank's card is to come."""
+def _report_failure(rank: _Rank, code: int) -> int:
+    """Print how a rank failed; the exit code of this process."""
+    end = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+    print(f"rank {rank.number} {end}", file=sys.stderr, flush=True)
+    return EXIT_RETRY if code < 0 else code
+
+
+def _receive_card(rank: _Rank) -> bool:
+    """Read a part of a rank's card; False at the end of the connection."""
     with contextlib.suppress(ConnectionError):
-        part = rank.line.recv(1 << 16)
-        rank.card += part
-        return bool(part)
+        data = rank.connection.recv(1 << 16)
+        rank.card += data
+        return bool(data)
     return False
 
 
-def _tell(ranks: list[_Rank]) -> None:
+def _send_cards(ranks: list[_Rank]) -> None:
     cards = b"".join(rank.card for rank in ranks)
     for rank in ranks:
-        # Who has just ended is noticed as such.
+        # If a rank has just ended, its process shows that.
         with contextlib.suppress(ConnectionError):
-            rank.line.sendall(cards)
-            rank.line.shutdown(socket.SHUT_WR)
+            rank.connection.sendall(cards)
+            rank.connection.shutdown(socket.SHUT_WR)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Requests of commands to supervisors: numbered files that are answered by files, whoever
-supervises at the time.
+"""Requests of commands to supervisors: numbered files in the run directory, answered by files.
 
-release   stop a group in good order and give its nodes back; a job of its own takes over
-restart   stop a group in good order and start it again in place, with the settings of now
-start     start a further member of a group (layout local; elsewhere members have jobs of their own)
-stop      of the whole run (`<run>/stop.json`, which stays until the run is resumed)
+Any present or future supervisor of the group can answer.
+
+release   stop a group cleanly and release its nodes; a separate job takes over
+restart   stop a group cleanly and restart it in place with the present settings
+start     start a further member of a group (layout local; else each member has a separate job)
+stop      stop the whole run (`<run>/stop.json`, which stays until the run is resumed)
 """
 
 from __future__ import annotations
@@ -22,62 +23,65 @@ from relax_hpc.base.errors import DeadlineError
 from relax_hpc.base.rundir import RunDir, read_map, write_json, write_numbered
 
 LOOK_S = 0.2
-
-
+"""Seconds between two checks for an answer."""
 OPS = ("release", "restart", "start")
 _NAME = re.compile(r"(\d{6})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GroupRequest:
+    """A request about one group."""
+
     number: int
     op: str
     group: str
 
 
-def ask(run: RunDir, op: str, group: str) -> Request:
-    """Leave a request for whoever supervises ``group``."""
+def send_request(run: RunDir, op: str, group: str) -> GroupRequest:
+    """Write a request for the supervisor of ``group``."""
     path = write_numbered(_folder(run), ".json", json.dumps({"op": op, "group": group}).encode())
-    return Request(int(path.stem), op, group)
+    return GroupRequest(int(path.stem), op, group)
 
 
-def pending(run: RunDir, serves: Callable[[str], bool]) -> list[Request]:
-    """Requests about groups that ``serves`` takes and that nobody has answered, oldest first.
+def pending_requests(run: RunDir, serves: Callable[[str], bool]) -> list[GroupRequest]:
+    """Unanswered requests about groups for which ``serves`` is true, oldest first.
 
-    What is no request is answered here; files of other names are left alone.
+    A malformed request gets an error as its answer. Files with other names are ignored.
     """
-    found = []
+    unanswered = []
     for path in sorted(_folder(run).glob("*.json")):
         match = _NAME.fullmatch(path.name)
         if match is None or _answer(run, int(match[1])).exists():
             continue
         value = read_map(path, op=str, group=str)
-        request = Request(int(match[1]), value.get("op", ""), value.get("group", ""))
+        request = GroupRequest(int(match[1]), value.get("op", ""), value.get("group", ""))
         if request.op in OPS:
-            found.append(request)
+            unanswered.append(request)
         else:
-            # On a full disk at a later look.
+            # On a full disk a later call answers it.
             with contextlib.suppress(OSError):
                 answer(
                     run,
                     request,
-                    error=f"{path}: no request: op is one of {', '.join(OPS)}, group the name "
-                    "of one",
+                    error=f"{path}: no request: op must be one of {', '.join(OPS)}, group the "
+                    "name of a group",
                 )
-    return [request for request in found if serves(request.group)]
+    return [request for request in unanswered if serves(request.group)]
 
 
-def answer(run: RunDir, request: Request, **content: Any) -> None:
-    """Tell who asked what came of it."""
+def answer(run: RunDir, request: GroupRequest, **content: Any) -> None:
+    """Write the answer to a request."""
     write_json(_answer(run, request.number), content)
 
 
-def wait_for_answer(run: RunDir, request: Request, seconds: float) -> dict[str, Any]:
-    """The answer; DeadlineError if no supervisor gives one, and the request is withdrawn."""
+def wait_for_answer(run: RunDir, request: GroupRequest, seconds: float) -> dict[str, Any]:
+    """The answer to a request. If no supervisor answers, the request is withdrawn and a
+    DeadlineError raised."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := read_map(_answer(run, request.number)):
-            return found
+        content = read_map(_answer(run, request.number))
+        if content:
+            return content
         time.sleep(LOOK_S)
     answer(run, request, error="withdrawn")
     raise DeadlineError(
@@ -86,24 +90,24 @@ def wait_for_answer(run: RunDir, request: Request, seconds: float) -> dict[str, 
     )
 
 
-def ask_to_stop(
+def request_stop(
     run: RunDir, code: int = 0, reason: str = "asked to stop", now: bool = False
 ) -> None:
-    """Have every supervisor of the run end its groups in good order; the first reason stays.
+    """Ask every supervisor of the run to stop its groups cleanly. The first reason is kept.
 
-    ``now``: they shall wait for nothing any more.
+    ``now``: supervisors must not wait for groups to save.
     """
-    asked = asked_to_stop(run)
-    if not asked or now:
-        write_json(
-            run.stop,
-            (asked or {"code": code, "reason": reason}) | ({"now": True} if now else {}),
-            sync=True,
-        )
+    request = read_stop_request(run)
+    if request and not now:
+        return
+    request = request or {"code": code, "reason": reason}
+    if now:
+        request["now"] = True
+    write_json(run.stop, request, sync=True)
 
 
-def asked_to_stop(run: RunDir) -> dict[str, Any]:
-    """{code, reason, and now where it is so} of a stop that was asked for; empty while there is
+def read_stop_request(run: RunDir) -> dict[str, Any]:
+    """Present request to stop the run: code, reason, and `now` if it is set. Empty if there is
     none."""
     return read_map(run.stop, code=int, reason=str)
 

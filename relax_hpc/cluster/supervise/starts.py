@@ -1,4 +1,4 @@
-"""Starts of groups, and their return after a failure: in place, in a job of their own, or later."""
+"""Starts of groups, and restarts after a failure: in place, in a separate job, or later."""
 
 from __future__ import annotations
 
@@ -7,169 +7,167 @@ from collections.abc import Callable
 
 from relax_hpc.base.disk_waits import describe_write_error, is_temporary
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.supervise.disk_watch import NoRoom
+from relax_hpc.cluster.supervise.disk_watch import NoDiskSpace
 from relax_hpc.cluster.supervise.failures import Failures
 from relax_hpc.cluster.supervise.group import Launcher, Unavailable
-from relax_hpc.cluster.supervise.group_table import Roll
-from relax_hpc.cluster.supervise.launch_records import Launch, record
-from relax_hpc.cluster.supervise.start_ahead import Ahead
+from relax_hpc.cluster.supervise.group_table import GroupTable
+from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
+from relax_hpc.cluster.supervise.start_ahead import StartAhead
 from relax_hpc.cluster.supervise.wakeups import Wakeups
 from relax_hpc.config import Config
 from relax_hpc.config.groups import group_of
 from relax_hpc.net.rendezvous.roster import claim_incarnation, latest_incarnation
 
 _AGAIN_S, _OUTAGE_S = 10.0, 3600.0
-"""Seconds between tries to bring back a group that cannot be now, and seconds for which it is
-tried."""
+"""Seconds between two attempts to restart a group, and seconds after which the supervisor stops
+trying."""
 
 
 def claim(run: RunDir, name: str, former: int | None = None) -> int:
-    """Number of the next incarnation; ``former`` as for `claim_incarnation`. NoRoom: on a disk that
-    takes nothing."""
+    """Number of the next incarnation; ``former`` as for `claim_incarnation`. NoDiskSpace if the
+    disk is full."""
     try:
         return claim_incarnation(run, name, former)
     except OSError as error:
         if not is_temporary(error):
             raise
-        raise NoRoom(describe_write_error(run.rendezvous(name), error)) from error
+        raise NoDiskSpace(describe_write_error(run.rendezvous(name), error)) from error
 
 
-class Starts:
-    """Starts of the groups in ``roll`` by their launchers. ``leave`` ends this job for its
-    successor."""
+class GroupStarts:
+    """Starts of the groups in ``table`` by their launchers. ``leave`` ends this job, so that its
+    successor continues."""
 
     def __init__(
         self,
         run: RunDir,
         config: Config,
-        roll: Roll,
+        table: GroupTable,
         launcher: Callable[[str], Launcher],
         failures: Failures,
         wakeups: Wakeups,
         say: Callable[[str], None],
         leave: Callable[[], None],
     ) -> None:
-        self.run, self.config, self.roll, self.launcher, self.failures = (
+        self.run, self.config, self.table, self.launcher, self.failures = (
             run,
             config,
-            roll,
+            table,
             launcher,
             failures,
         )
         self.wakeups, self.say, self.leave = wakeups, say, leave
         self.disk = failures.disk
-        self.ahead = Ahead(run, config, launcher, say)
-        self.again: dict[str, tuple[str, float, float]] = {}
-        """Groups that could not be brought back yet: why they ended, when, and when they are tried
-        again."""
+        self.ahead = StartAhead(run, config, launcher, say)
+        self.retries: dict[str, tuple[str, float, float]] = {}
+        """Groups that could not be restarted yet, each with the reason of its end, the time of the
+        first attempt, and the time of the next attempt."""
 
-    def begin(self, name: str) -> None:
-        """Take over what runs of a group, or start it."""
+    def adopt_or_start(self, name: str) -> None:
+        """Take over a group that still runs, or start it."""
         launcher, incarnation = self.launcher(name), latest_incarnation(self.run, name)
         if incarnation and (group := launcher.adopt(name, incarnation)):
-            self.roll.here[name] = group
+            self.table.supervised[name] = group
             self.say(f"{name}: taken over at incarnation {incarnation}")
-        elif name == "hub" or not self.roll.all_done(name):
-            # Whoever is not done needs the controller, whatever became of the roles beside it.
+        elif name == "hub" or not self.table.all_done(name):
+            # Groups that are not done need the controller, even if the hub's other roles are done.
             self.start_soon(name)
 
     def start_soon(self, name: str) -> None:
-        """Start a group, now or as soon as what that needs answers."""
+        """Start a group now, or later if a temporary error prevents it."""
         try:
             self.start(name)
         except (Unavailable, OSError) as error:
-            if not (is_temporary(error) or getattr(error, "later", False)):
+            if not (is_temporary(error) or getattr(error, "is_temporary", False)):
                 raise
             now = time.monotonic()
-            self.again[name] = (str(error), now, now)
+            self.retries[name] = (str(error), now, now)
 
-    def turn_away(self, name: str, reason: str) -> None:
-        """Refuse to start a group on its nodes; counts as a start, so that this does not go on for
-        ever."""
+    def refuse_start(self, name: str, reason: str) -> None:
+        """Refuse to start a group on its nodes, and bring it back elsewhere. This counts as a
+        start, so that the number of repetitions is limited."""
         try:
-            record(
+            record_launch(
                 self.run,
                 name,
                 claim(self.run, name),
                 Launch(self.failures.attempt, self.failures.progress()),
             )
-        except (NoRoom, OSError) as error:
-            # It does not begin before there is room.
-            if not (is_temporary(error) or isinstance(error, NoRoom)):
+        except (NoDiskSpace, OSError) as error:
+            # On a full disk the group cannot start anyway.
+            if not (is_temporary(error) or isinstance(error, NoDiskSpace)):
                 raise
-        self.failures.count(name, reason)
+        self.failures.check_restart_limit(name, reason)
         self.bring_back(name, reason)
 
     def start(self, name: str) -> None:
         """Start the next incarnation of a group."""
-        self.disk.check_room()
-        self.again.pop(name, None)
-        incarnation, ahead = self.ahead.next(name, lambda name: claim(self.run, name))
+        self.disk.check_space()
+        self.retries.pop(name, None)
+        incarnation, ahead = self.ahead.claim_next(name, lambda name: claim(self.run, name))
         launch = Launch(self.failures.attempt, self.failures.progress())
-        self.roll.here[name] = group = self.launcher(name).start(name, incarnation, launch, ahead)
+        group = self.launcher(name).start(name, incarnation, launch, ahead)
+        self.table.supervised[name] = group
         self.ahead.begin(name, incarnation)
         for member in group.members:
             self.wakeups.watch(member)
         roles = ", ".join(member.role for member in group.members)
-        self.say(
-            f"{name}: started incarnation {incarnation} "
-            f"({roles}){', which waited' if ahead else ''}"
-        )
+        suffix = ", which waited" if ahead else ""
+        self.say(f"{name}: started incarnation {incarnation} ({roles}){suffix}")
 
     def bring_back(self, name: str, reason: str) -> None:
-        """Have a group started again as its policy says; later, if what that needs does not answer
-        now."""
+        """Restart a group according to its policy, or later if a temporary error prevents it."""
         now = time.monotonic()
-        _, since, _ = self.again.pop(name, ("", now, now))
+        _, since, _ = self.retries.pop(name, ("", now, now))
         try:
             in_place = (
-                group_of(self.config, name).on_failure == "restart" and name not in self.roll.unfit
+                group_of(self.config, name).on_failure == "restart" and name not in self.table.unfit
             )
-            if in_place and self.launcher(name).whole(name):
+            if in_place and self.launcher(name).has_all_nodes(name):
                 self.start(name)
             else:
                 self.hand_over(name, reason)
         except (Unavailable, OSError) as error:
-            passes = isinstance(error, NoRoom) or is_temporary(error)
-            if not passes and (now - since > _OUTAGE_S or not getattr(error, "later", True)):
+            passes = isinstance(error, NoDiskSpace) or is_temporary(error)
+            if not passes and (now - since > _OUTAGE_S or not getattr(error, "is_temporary", True)):
                 raise
-            self.again[name] = (reason, since, time.monotonic() + _AGAIN_S)
-            self.say(
-                f"{name}: cannot be brought back yet, tried again in {_AGAIN_S:.0f} s: {error}"
-            )
+            self.retries[name] = (reason, since, time.monotonic() + _AGAIN_S)
+            self.say(f"{name}: cannot be restarted yet, retry in {_AGAIN_S:.0f} s: {error}")
 
-    def due_again(self) -> list[tuple[str, str]]:
-        """Groups to be tried again now, and why each had ended."""
+    def due_retries(self) -> list[tuple[str, str]]:
+        """Groups whose next attempt is due, each with the reason of its end."""
         now = time.monotonic()
-        return [(name, reason) for name, (reason, _, due) in self.again.items() if now >= due]
+        return [(name, reason) for name, (reason, _, due) in self.retries.items() if now >= due]
 
     def hand_over(self, name: str, reason: str) -> None:
-        """Give a group to a job of its own; where that cannot be, start it again in place, or make
-        way."""
-        self.disk.check_room()
+        """Give a group to a separate job. If that is not possible, restart it in place, or end
+        this job if nodes are lost."""
+        self.disk.check_space()
         self.ahead.drop(name)
-        self.say(f"{name}: not here any more: {reason}")
-        if job := self.launcher(name).hand_over(name, reason):
-            self.roll.elsewhere[name] = job
-            self.say(f"{name}: goes on in job {job}")
-        elif self.launcher(name).lost(name):
-            self._make_way(name)
+        self.say(f"{name}: cannot continue in this job: {reason}")
+        job = self.launcher(name).hand_over(name, reason)
+        if job:
+            self.table.detached[name] = job
+            self.say(f"{name}: continues in job {job}")
+        elif self.launcher(name).has_lost_nodes(name):
+            self._end_job(name)
         else:
             self.start(name)
 
-    def replace_elsewhere(self, name: str, reason: str) -> None:
-        """Replace a group that ran in a job of its own and has lost that too."""
+    def replace_detached(self, name: str, reason: str) -> None:
+        """Replace a group that has lost its separate job."""
         self.say(f"{name}: {reason}")
-        self.failures.judge(name, reason)
-        if job := self.launcher(name).hand_over(name, reason):
-            self.roll.elsewhere[name] = job
+        self.failures.check_failure(name, reason)
+        job = self.launcher(name).hand_over(name, reason)
+        if job:
+            self.table.detached[name] = job
         else:
-            self._make_way(name)
+            self._end_job(name)
 
-    def _make_way(self, name: str) -> None:
-        """End the job for its successor: there is no place for a group in this one."""
+    def _end_job(self, name: str) -> None:
+        """End this job for its successor, because the group has no nodes in it."""
         self.say(
-            f"{name}: no other job can be had for it (see site.sbatch_on_nodes and spares): "
-            "making way"
+            f"{name}: no other job is available (see site.sbatch_on_nodes and spares): this job "
+            "ends for its successor"
         )
         self.leave()

@@ -1,9 +1,8 @@
-"""Supervisor of the groups of a run, to their end and in every layout; launchers say how a group is
-started.
+"""Supervisor of the groups of a run, in every layout. Launchers start the groups.
 
-The supervisor acts on the end of a process at once. A group that ends before its time is started
-again as the next incarnation while the others go on; the queue gives back what it held. What it
-must know lies in the run directory, so that another supervisor can take over.
+The supervisor reacts immediately to the end of a process. If a group fails, it starts the next
+incarnation of the group while the other groups continue, and the queue gives the work of the group
+to others. All its knowledge is in the run directory, so that another supervisor can take over.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from relax_hpc.cluster.supervise.console import Terminal
 from relax_hpc.cluster.supervise.disk_watch import DiskWatch
 from relax_hpc.cluster.supervise.failures import Failures
 from relax_hpc.cluster.supervise.group import Launcher, Member
-from relax_hpc.cluster.supervise.group_table import Roll
+from relax_hpc.cluster.supervise.group_table import GroupTable
 from relax_hpc.cluster.supervise.launch_records import UNKNOWN, Progress, all_done
 from relax_hpc.cluster.supervise.liveness import Liveness
-from relax_hpc.cluster.supervise.requests import Request
-from relax_hpc.cluster.supervise.starts import Starts, claim
-from relax_hpc.cluster.supervise.unsaved_work import unsaved
+from relax_hpc.cluster.supervise.requests import GroupRequest
+from relax_hpc.cluster.supervise.starts import GroupStarts, claim
+from relax_hpc.cluster.supervise.unsaved_work import find_unsaved_work
 from relax_hpc.cluster.supervise.verdict import Evidence, Fate, verdict
 from relax_hpc.cluster.supervise.wakeups import Wakeups
 from relax_hpc.config import Config
@@ -39,13 +38,14 @@ from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.presence import longest_wait_s
 
 _STOP_LOOK_S = 0.1
-_TOLD_BEATS = 6
-"""Beats within which everybody has found a new hub and told it what it waits for."""
+"""Seconds between two checks whether groups have stopped."""
+_REPORT_BEATS = 6
+"""Heartbeat intervals within which all members find a new hub and report their waits to it."""
 _CHECKPOINT_SIZE = 8
-"""Size of a checkpoint in sizes of the weights, optimizer included: nothing that is loaded is
-larger."""
+"""Size of a checkpoint with optimizer states, as a multiple of the weights. A checkpoint is the
+largest file that a role loads."""
 RELEASED = "released"
-"""Reason of a handing over after which somebody else submits the job."""
+"""Reason for `hand_over` if the caller submits the next job of the group."""
 
 
 class Outcome(Enum):
@@ -55,16 +55,16 @@ class Outcome(Enum):
     STOPPED = "stopped"
     """Stopped by the user."""
     INTERRUPTED = "interrupted"
-    """Interrupted by a signal, or by the end of the allocation; the run can go on."""
+    """Interrupted by a signal, or by the end of the allocation; the run can be resumed."""
     RELEASED = "released"
-    """All groups go on in other jobs."""
+    """All groups continue in other jobs."""
 
 
 class Supervisor:
-    """Starts the groups, restarts what dies, ends everything. Use it as a context manager.
+    """Starts groups, restarts those that fail, and ends all of them. Use it as a context manager.
 
-    ``launcher`` gives each group's launcher. Children of this process never outlive it; what runs
-    elsewhere is ended too, unless a newer supervisor has taken over.
+    ``launcher`` returns the launcher of a group. Children of this process never outlive it. Slurm
+    steps are ended too, unless a newer supervisor has taken over.
     """
 
     def __init__(
@@ -78,43 +78,43 @@ class Supervisor:
         terminal: Terminal,
         former: int | None = None,
     ) -> None:
-        """``former``: the supervisor whose place it takes, see `claim_incarnation`; without it, the
-        newest."""
+        """``former``: number of the supervisor that this one replaces, see `claim_incarnation`;
+        None: the newest."""
         self.run, self.config, self.name, self.launcher = run, config, name, launcher
         self.terminal = terminal
-        self.roll = Roll(run, config, names)
+        self.table = GroupTable(run, config, names)
         self.elastic = config.layout == "local"
-        """Whether this supervisor starts and ends further members of groups; else these have jobs
-        of their own."""
+        """Whether this supervisor starts and ends further members of groups. Otherwise each of
+        them has a separate job."""
         self.interrupted = 0
-        """Signals, and other reasons to end this job although the run goes on."""
+        """Number of signals and other reasons to end this job while the run continues."""
         self.fenced = False
-        self.each_tick: Callable[[], None] = lambda: None
-        """Called once a round; for what a layout has to look after besides."""
-        self.each_wait: Callable[[], None] = lambda: None
-        """Called before whatever may take long, such as waiting, ending groups, and asking
+        """Whether a newer supervisor has taken over."""
+        self.on_round: Callable[[], None] = lambda: None
+        """Called once in each round, for the further tasks of a layout."""
+        self.before_wait: Callable[[], None] = lambda: None
+        """Called before an operation that may take long: a wait, the end of groups, a request to
         Slurm."""
         self.on_interrupt: Callable[[], None] = lambda: None
-        """Called on a signal before anything is ended; it may find that the run was asked to
-        stop."""
-        self.take_along: Callable[[str], bool] = lambda _name: False
-        """Called with a group that is supervised elsewhere before this ends, not for good; whether
-        that ends too."""
+        """Called on a signal before a group is ended. It may request a stop of the run."""
+        self.retire_detached: Callable[[str], bool] = lambda _name: False
+        """Called with each detached group when this job ends for its successor. Returns whether the
+        job of that group ends too."""
         self.on_silence: Callable[[str, int], None] = lambda _name, _incarnation: None
-        """Called with a group (and its incarnation) supervised elsewhere, when a member gives no
-        sign for a lease."""
+        """Called with a group under another supervisor, and its incarnation, if a member has sent
+        no heartbeat for the length of a lease."""
         self.incarnation = claim(run, name, former)
         self.client: QueueClient | None = None
         self.liveness: Liveness | None = None
         self.disk = DiskWatch(
-            run, longest_wait_s(config), terminal.say, _TOLD_BEATS * config.liveness.beat_s
+            run, longest_wait_s(config), terminal.say, _REPORT_BEATS * config.liveness.beat_s
         )
         self.failures = Failures(run, config, attempt, self.progress, self.disk)
         self.wakeups = Wakeups(self.interrupt)
-        self.starts = Starts(
+        self.starts = GroupStarts(
             run,
             config,
-            self.roll,
+            self.table,
             launcher,
             self.failures,
             self.wakeups,
@@ -130,101 +130,126 @@ class Supervisor:
         self.starts.ahead.drop(*self.starts.ahead.waiting)
         if self.client:
             self.client.close()
-        # After a bug, or what else nobody has thought of, the next supervisor finds the groups as
-        # they are.
-        leaves = self.fenced or (error is not None and not issubclass(error, RelaxError))
-        for group in self.roll.here.values():
+        # After an unexpected error the groups keep running, and the next supervisor adopts them.
+        keep_running = self.fenced or (error is not None and not issubclass(error, RelaxError))
+        for group in self.table.supervised.values():
             if (
-                leaves
-                and group.outlives
+                keep_running
+                and group.outlives_supervisor
                 and group.incarnation == latest_incarnation(self.run, group.name)
             ):
-                group.leave()
+                group.detach()
             else:
                 group.end()
         self.wakeups.__exit__()
 
+    @property
+    def hub_liveness(self) -> Liveness:
+        """Liveness client, which exists while `supervise` runs."""
+        assert self.liveness is not None
+        return self.liveness
+
     def interrupt(self) -> None:
-        """End this job soon, in good order."""
+        """End this job soon and cleanly."""
         self.interrupted += 1
 
     # -- the run -----------------------------------------------------------------------------------
 
     def supervise(self) -> Outcome:
-        """Start or take over all groups, and watch them to the end."""
+        """Start or take over all groups, and supervise them until they end."""
         self.client = QueueClient(self.run, self.config, self.name, self.incarnation)
-        model = self.config.model
-        others = model.reference_path, model.teacher_path, model.critic_path, self.config.genrm.path
-        read = map(read_seconds, filter(None, others))
-        read_s = max([_CHECKPOINT_SIZE * read_seconds(self.run.model), *read])
         self.liveness = Liveness(
-            self.client, self.config.liveness, self.wakeups.wake, self._hub_incarnation, read_s
+            self.client,
+            self.config.liveness,
+            self.wakeups.wake,
+            self._hub_incarnation,
+            self._longest_read_s(),
         )
-        for name in self.roll.names:
+        for name in self.table.names:
             self.check_fenced()
-            self.each_wait()
-            if name in self.roll.unfit:
-                self.starts.turn_away(name, self.roll.unfit[name])
-            elif name not in self.roll.elsewhere:
-                self.starts.begin(name)
-        while not self.at_next_look(self.roll.finished):
-            if self.interrupted or self.at_next_look(lambda: requests.asked_to_stop(self.run)):
+            self.before_wait()
+            if name in self.table.unfit:
+                self.starts.refuse_start(name, self.table.unfit[name])
+            elif name not in self.table.detached:
+                self.starts.adopt_or_start(name)
+        while not self.try_read(self.table.is_finished):
+            if self.interrupted or self.try_read(lambda: requests.read_stop_request(self.run)):
                 return self.stop()
             self.wait(self.config.liveness.beat_s)
             self.check_fenced()
-            self.at_next_look(self.look_around)
-            self.look_at_disk()
-            if self.roll.all_released():
+            self.try_read(self.do_round)
+            self.check_disk()
+            if self.table.all_released():
                 return Outcome.RELEASED
         self.end_hub()
         return Outcome.FINISHED
 
-    def at_next_look(self, look: Callable[[], object]) -> bool:
-        """Whether ``look`` finds something. What a file system that is ill for a while does not let
-        be read is found in another round."""
+    def _longest_read_s(self) -> float:
+        """Seconds in which a slow disk delivers the largest file that a role loads."""
+        model = self.config.model
+        paths = (
+            model.reference_path,
+            model.teacher_path,
+            model.critic_path,
+            self.config.genrm.path,
+        )
+        checkpoint_s = _CHECKPOINT_SIZE * read_seconds(self.run.model)
+        return max([checkpoint_s, *(read_seconds(path) for path in paths if path)])
+
+    def try_read(self, read: Callable[[], object]) -> bool:
+        """Whether ``read`` returns a true value. If a broken file system prevents it, the answer is
+        false, and the next round tries it again."""
         try:
-            return bool(look())
+            return bool(read())
         except OSError as error:
-            self.disk.met(self.run.root, error)
+            self.disk.handle_error(self.run.root, error)
             return False
 
-    def look_around(self) -> None:
-        """One round. Whatever of it is done twice, as another part of it could not be, does no
-        harm."""
-        self.look_after_groups()
-        self.look_after_waits()
-        self.terminal.show_doing(
-            {name: words for name, words in self.liveness.doing.items() if name in self.roll.here}
+    def do_round(self) -> None:
+        """One round of supervision. Each part may be repeated without harm, which happens if a
+        later part fails."""
+        liveness = self.hub_liveness
+        self.check_groups()
+        self.check_waits()
+        self.terminal.show_activities(
+            {
+                name: activity
+                for name, activity in liveness.activities.items()
+                if name in self.table.supervised
+            }
         )
-        if "hub" in self.roll.names and self.liveness.beats:
+        if "hub" in self.table.names and liveness.beats:
             self.terminal.show_unsaved(
-                unsaved(self.config, self.liveness.beats, self.liveness.progress[0])
+                find_unsaved_work(self.config, liveness.beats, liveness.progress[0])
             )
-        self.try_again()
-        self.each_wait()
-        self.starts.ahead.look(self.roll.here, self.liveness.beats, self.roll.done)
+        self.retry_groups()
+        self.before_wait()
+        self.starts.ahead.update(self.table.supervised, liveness.beats, self.table.done)
         self.serve_requests()
-        self.each_tick()
+        self.on_round()
         self.terminal.show_progress()
 
     def progress(self) -> Progress:
-        """Progress of the run, as the hub said last."""
+        """Progress of the run, by the newest answer of the hub."""
         return self.liveness.progress if self.liveness else UNKNOWN
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a process ends, a signal comes or ``seconds`` are over."""
-        self.each_wait()
+        """Sleep until a process ends, a signal arrives, or ``seconds`` have passed."""
+        self.before_wait()
         self.wakeups.wait(seconds)
 
     def check_fenced(self) -> None:
-        """FencedError once another supervisor has taken over: it may touch nothing any more.
+        """Raise FencedError if another supervisor has taken over, because this one must not act any
+        more.
 
-        While the disk does not say whether one has, it touches nothing either, up to a signal or
-        for too long: OSError.
+        While the disk cannot be read, this method waits. It raises OSError after a signal, or when
+        the wait is too long.
         """
         signals, folder = self.interrupted, self.run.rendezvous(self.name)
         latest = retry_write(
-            folder, self._latest, lambda: self.interrupted > signals or bool(self.disk.too_long())
+            folder,
+            self._latest,
+            lambda: self.interrupted > signals or bool(self.disk.timeout_reason()),
         )
         if latest > self.incarnation:
             self.fenced = True
@@ -237,111 +262,110 @@ class Supervisor:
         try:
             return latest_incarnation(self.run, self.name)
         except OSError as error:
-            self.disk.met(self.run.rendezvous(self.name), error)
+            self.disk.handle_error(self.run.rendezvous(self.name), error)
             raise
 
     # -- ends of groups ----------------------------------------------------------------------------
 
-    def look_after_groups(self) -> None:
-        """Handle every member that is gone, and every one that hangs."""
-        for name, group in list(self.roll.here.items()):
-            for member in group.ended():
+    def check_groups(self) -> None:
+        """Handle every member that has ended or hangs."""
+        for name, group in list(self.table.supervised.items()):
+            for member in group.ended_members():
                 if (
-                    f"{name}/{member.role}" not in self.roll.done
-                    and self.roll.here.get(name) is group
+                    f"{name}/{member.role}" not in self.table.done
+                    and self.table.supervised.get(name) is group
                 ):
-                    self.ended(name, member)
-        for name, role, incarnation, reason in self.liveness.look(self.roll.here, self.roll.done):
-            self.hangs(name, role, incarnation, reason)
-        for name, incarnation in self.liveness.silent:
+                    self.handle_end(name, member)
+        dead_roles = self.hub_liveness.poll(self.table.supervised, self.table.done)
+        for name, role, incarnation, reason in dead_roles:
+            self.handle_hang(name, role, incarnation, reason)
+        for name, incarnation in self.hub_liveness.silent:
             self.on_silence(name, incarnation)
 
-    def look_after_waits(self) -> None:
-        """End the run if a group has been waited for too long: others that wait for it are not
-        judged meanwhile."""
+    def check_waits(self) -> None:
+        """End the run if other groups have waited for a group for too long. Waiting groups are not
+        judged as hanging."""
+        if "hub" not in self.table.names:
+            return
         limit = longest_wait_s(self.config)
-        for name, wait in self.liveness.lacking.items() if "hub" in self.roll.names else ():
+        for name, wait in self.hub_liveness.awaited_groups.items():
             if wait["since_s"] > limit and not all_done(self.run, self.config, name):
                 text = (
                     f"{name}: {wait['why']}, and the others have waited for it for "
-                    f"{wait['since_s']:.0f} s"
+                    f"{wait['since_s']:.0f} s, allowed liveness.longest_wait_s={limit:g}; see its "
+                    "logs, and its job in squeue"
                 )
-                text = (
-                    f"{text}, allowed liveness.longest_wait_s={limit:g}; see its logs, and its "
-                    "job in squeue"
-                )
-                # On a full disk at the next look, unless the wait for that ends the run before.
+                # On a full disk the next round tries again.
                 with contextlib.suppress(OSError):
-                    requests.ask_to_stop(self.run, EXIT_RETRY, text)
+                    requests.request_stop(self.run, EXIT_RETRY, text)
 
-    def look_at_disk(self) -> None:
-        """Say which disk the run waits for; RelaxError, all groups having been asked to save, once
-        that is too long."""
-        self.disk.look(self.liveness.disk, self.liveness.answered_at)
-        if why := self.disk.too_long():
+    def check_disk(self) -> None:
+        """Report the disks that the run waits for. After too long a wait, ask all groups to save
+        and raise RelaxError."""
+        self.disk.update(self.hub_liveness.disk, self.hub_liveness.answered_at)
+        reason = self.disk.timeout_reason()
+        if reason:
             self.stop()
-            raise RelaxError(f"{why}; allowed liveness.longest_wait_s={self.disk.limit_s:g}")
+            raise RelaxError(f"{reason}; allowed liveness.longest_wait_s={self.disk.limit_s:g}")
 
-    def ended(self, name: str, member: Member) -> None:
-        """A process is gone: done if it left its mark, else its group goes and comes again."""
-        self.each_wait()
+    def handle_end(self, name: str, member: Member) -> None:
+        """Handle the end of a member's process: it is done, or its group is restarted."""
+        self.before_wait()
         self.wakeups.unwatch(member)
-        limits, mark = self.config.liveness, self.roll.here[name].mark(member)
-        reason = "" if mark else self._unmarked(name, member)
+        limits, mark = self.config.liveness, self.table.supervised[name].exit_mark(member)
+        reason = "" if mark else self._describe_unmarked_end(name, member)
         has_progress = functools.cache(lambda: self.has_progress(member.role))
-        found = Evidence(mark=mark, exit=lambda: reason, has_progress=has_progress)
-        said = verdict(found, limits)
-        if said.fate is Fate.DONE:
-            self.roll.done.add(f"{name}/{member.role}")
+        evidence = Evidence(mark=mark, exit=lambda: reason, has_progress=has_progress)
+        judgement = verdict(evidence, limits)
+        if judgement.fate is Fate.DONE:
+            self.table.done.add(f"{name}/{member.role}")
             return
-        self.terminal.say(
-            f"{name}: {said.reason}"
-            if member.role == name
-            else f"{name}: {member.role}: {said.reason}"
-        )
-        if requests.asked_to_stop(self.run):
-            # The others end it too; this one does at its next round.
+        role = "" if member.role == name else f"{member.role}: "
+        self.terminal.say(f"{name}: {role}{judgement.reason}")
+        if requests.read_stop_request(self.run):
+            # The other supervisors stop their groups too. This one stops in its next round.
             return
-        # Asked once people know: Slurm may take seconds to answer.
-        said = verdict(replace(found, ends=self.launcher(name).ending), limits)
-        if said.fate is Fate.LEAVES:
-            # Or the actor has seen the time limit come.
+        # The user sees the message first, because Slurm may take seconds to answer.
+        judgement = verdict(replace(evidence, ends=self.launcher(name).is_ending), limits)
+        if judgement.fate is Fate.LEAVES:
+            # The allocation ends, or the actor has stopped because of the time limit.
             self.interrupt()
-        elif said.fate is Fate.HOPELESS:
-            self.failures.give_up(name, said.reason, said.code)
+        elif judgement.fate is Fate.HOPELESS:
+            self.failures.end_run(name, judgement.reason, judgement.code)
         else:
-            self.failed(name, said.reason)
+            self.handle_failure(name, judgement.reason)
 
     def has_progress(self, role: str) -> bool:
-        """Whether the run has trained a step, or ``role`` has worked in it; true if the hub does
+        """Whether the run has trained a step, or ``role`` has worked in it. True if the hub does
         not answer."""
         if self.progress()[0] > 0:
             return True
         lease_s = self.config.liveness.lease_s
+        assert self.client is not None
         try:
             status = self.client.status.get(timeout=lease_s).result(lease_s)
         except (RelaxError, TimeoutError):
             return True
         return status.trained_steps > 0 or role in status.worked
 
-    def _unmarked(self, name: str, member: Member) -> str:
-        """Cause of the end of a member that could not say anything itself."""
+    def _describe_unmarked_end(self, name: str, member: Member) -> str:
+        """Cause of the end of a member that wrote no exit mark."""
         code = member.process.wait(timeout=30) if member.process else 0
         if code < 0:
             return f"ended by signal {-code}"
-        return ": ".join(
-            [f"ended with code {code} and without a mark", self.roll.here[name].last_words(member)]
-        )
+        output = self.table.supervised[name].last_output(member)
+        return f"ended with code {code} and without a mark: {output}"
 
-    def hangs(self, name: str, role: str, incarnation: int, reason: str) -> None:
-        """A role lives but is of no use: its group is dead, unless that incarnation is another's
-        already."""
-        group = self.roll.here.get(name)
-        if not role and group is None and "hub" in self.roll.here:
-            # Its own supervisor may be as dead: at least what it held goes to others.
+    def handle_hang(self, name: str, role: str, incarnation: int, reason: str) -> None:
+        """Handle a role that runs but does not work: its group is dead, unless a newer incarnation
+        has started."""
+        group = self.table.supervised.get(name)
+        if not role and group is None and "hub" in self.table.supervised:
+            # The group's own supervisor may be dead too. Other groups take over its work at least.
             self.terminal.say(
-                f"{name}: {reason}; what incarnation {incarnation} held is given to others"
+                f"{name}: {reason}; other groups take over the work of incarnation {incarnation}"
             )
+            assert self.client is not None
             self.client.status.down(name, incarnation)
         if group is None or (incarnation and incarnation != group.incarnation):
             return
@@ -350,144 +374,148 @@ class Supervisor:
             f"{self.run.logs(name, group.incarnation)}"
         )
         group.dump_stacks()
-        self.failed(name, reason)
+        self.handle_failure(name, reason)
 
     def _hub_incarnation(self) -> int:
         card = latest_card(self.run, "hub")
         return card.incarnation if card else 0
 
-    def failed(self, name: str, reason: str) -> None:
-        """End what is left of a group, tell the queue, and have it started again where its policy
-        says."""
+    def handle_failure(self, name: str, reason: str) -> None:
+        """End the remaining processes of a group, report it to the queue, and restart the group
+        according to its policy."""
         self.check_fenced()
-        self.forget(name)
-        # If not now it is judged at its next end.
-        self.at_next_look(lambda: self.failures.judge(name, reason))
+        self.remove_group(name)
+        # If the records cannot be read, the next failure of the group is checked again.
+        self.try_read(lambda: self.failures.check_failure(name, reason))
         error = self._read_start_error(name)
         if error:
             self.terminal.say(f"{name}: not started again, the run continues without it: {error}")
-            self.leave_out(name)
+            self.drop_group(name)
         else:
             self.bring_back(name, reason)
 
     def _read_start_error(self, name: str) -> str:
-        """Error by which a further member of a group never starts; empty for groups of the
-        configuration, without which there is no run."""
+        """Error that prevents every start of a further member of a group. Empty for groups of the
+        configuration, because the run cannot continue without them."""
         if name in self.config.groups:
             return ""
         with contextlib.suppress(OSError):
             return self.failures.repeated_start_error(name)
         return ""
 
-    def leave_out(self, name: str) -> None:
-        """Supervise a group no more, which has ended for good."""
+    def drop_group(self, name: str) -> None:
+        """Remove a group that will not be started again."""
         if self.elastic:
-            self.roll.names = [other for other in self.roll.names if other != name]
+            self.table.names = [member for member in self.table.names if member != name]
         else:
             self.launcher(name).hand_over(name, RELEASED)
-            self.roll.elsewhere[name] = ""
-            self.roll.released.add(name)
+            self.table.detached[name] = ""
+            self.table.released.add(name)
 
     def bring_back(self, name: str, reason: str) -> None:
-        """Have a group started again; see `Starts.bring_back`."""
-        self.each_wait()
+        """Restart a group; see `GroupStarts.bring_back`."""
+        self.before_wait()
         self.starts.bring_back(name, reason)
 
-    def try_again(self) -> None:
-        """Bring back what could not be brought back before."""
-        for name, reason in self.starts.due_again():
+    def retry_groups(self) -> None:
+        """Restart groups whose next attempt is due."""
+        for name, reason in self.starts.due_retries():
             self.check_fenced()
             self.bring_back(name, reason)
 
-    def forget(self, name: str) -> None:
-        """End what is left of a group and stop watching it; the queue takes back what it held."""
-        group = self.roll.here[name]
+    def remove_group(self, name: str) -> None:
+        """End the remaining processes of a group. The queue gives its work to other groups."""
+        group = self.table.supervised[name]
         for member in group.members:
             self.wakeups.unwatch(member)
         group.end()
-        self.roll.remove(name)
+        self.table.remove(name)
         if self.client and name != "hub":
             self.client.status.down(name, group.incarnation)
 
     # -- requests ----------------------------------------------------------------------------------
 
     def serve_requests(self) -> None:
-        """Do what commands ask of these groups."""
-        for request in requests.pending(self.run, self._serves):
-            if self.disk.hinders():
-                # Without an answer it would be served again and again.
+        """Serve the requests of commands about these groups."""
+        for request in requests.pending_requests(self.run, self._serves):
+            if self.disk.is_full():
+                # The answer could not be written, and the request would be served repeatedly.
                 return
             self.terminal.say(f"{request.group}: asked to {request.op}")
             self._serve(request)
             requests.answer(self.run, request, done=request.op)
 
     def _serves(self, name: str) -> bool:
-        """Whether a request about ``name`` is for this supervisor; groups elsewhere have their
-        own."""
+        """Whether a request about ``name`` is for this supervisor. Detached groups have their own
+        supervisors."""
         return (
-            name in self.roll.here
-            or name in self.starts.again
+            name in self.table.supervised
+            or name in self.starts.retries
             or (self.elastic and bool(base_name(name, self.config.groups)))
         )
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, request: GroupRequest) -> None:
         name = request.group
-        # Whatever it was changed to: it shall find no rank that began before.
+        # Ranks that were started ahead have the old settings.
         self.starts.ahead.drop(name)
         if request.op != "start":
-            self.starts.again.pop(name, None)
-        if name in self.roll.here and request.op != "start":
-            self.end_in_order([name])
-            self.forget(name)
-        if request.op in ("start", "restart") and name not in self.roll.here:
-            self.roll.names += [name] if name not in self.roll.names else []
+            self.starts.retries.pop(name, None)
+        if name in self.table.supervised and request.op != "start":
+            self.end_gracefully([name])
+            self.remove_group(name)
+        if request.op in ("start", "restart") and name not in self.table.supervised:
+            self.table.names += [name] if name not in self.table.names else []
             self.starts.start_soon(name)
         elif request.op == "release":
-            self.leave_out(name)
+            self.drop_group(name)
 
     # -- the end -----------------------------------------------------------------------------------
 
     def end_hub(self) -> None:
-        """End the hub when all others are done: let the controller flush and go."""
-        if "hub" in self.roll.here:
-            self.end_in_order(["hub"])
+        """End the hub after all other groups are done, so that the controller writes its last
+        records."""
+        if "hub" in self.table.supervised:
+            self.end_gracefully(["hub"])
         self.terminal.show_progress()
 
     def stop(self) -> Outcome:
-        """Asked to end early: the actor saves at its next step's edge, then everything goes."""
+        """Stop early: the actor saves after its present step, then all groups end."""
         self.check_fenced()
         self.starts.ahead.dismiss()
         if self.interrupted:
             self.on_interrupt()
-        asked = requests.asked_to_stop(self.run)
-        self.terminal.say(
-            f"stopping: {asked['reason']}" if asked else "stopping; a second signal stops at once"
-        )
-        for part in self.roll.stop_order():
-            part = [
-                name for name in part if name in self.roll.here or asked or self.take_along(name)
+        request = requests.read_stop_request(self.run)
+        reason = f": {request['reason']}" if request else "; a second signal stops immediately"
+        self.terminal.say(f"stopping{reason}")
+        for names in self.table.stop_order():
+            ending = [
+                name
+                for name in names
+                if name in self.table.supervised or request or self.retire_detached(name)
             ]
-            own = set(part) & self.roll.here.keys()
-            # Others are waited for by who comes after them, no more: of some there may be nobody
-            # left.
-            self.end_in_order(sorted(own) if own == self.roll.here.keys() else part)
-            for name in own:
-                self.forget(name)
+            supervised = set(ending) & self.table.supervised.keys()
+            if supervised == self.table.supervised.keys():
+                # These are the last groups of this supervisor. It does not wait for detached
+                # groups any more, because their supervisors may be dead.
+                ending = sorted(supervised)
+            self.end_gracefully(ending)
+            for name in supervised:
+                self.remove_group(name)
         self.terminal.say("stopped")
-        return Outcome.STOPPED if asked else Outcome.INTERRUPTED
+        return Outcome.STOPPED if request else Outcome.INTERRUPTED
 
-    def end_in_order(self, names: list[str]) -> None:
-        """Ask groups to end, and wait for it; one more signal, a deadline, or a stop at once cuts
-        the waiting short."""
+    def end_gracefully(self, names: list[str]) -> None:
+        """Ask groups to end, and wait for them. A further signal, the deadline, or a request to
+        stop immediately ends the wait."""
         signals = self.interrupted
-        for name in set(names) & self.roll.here.keys():
-            self.roll.here[name].ask_to_end()
+        for name in set(names) & self.table.supervised.keys():
+            self.table.supervised[name].request_end()
         deadline = time.monotonic() + self.config.liveness.stop_timeout_s
         while (
-            any(map(self.roll.lives, names))
+            any(map(self.table.is_alive, names))
             and self.interrupted == signals
             and time.monotonic() < deadline
         ):
-            if requests.asked_to_stop(self.run).get("now"):
+            if requests.read_stop_request(self.run).get("now"):
                 return
             self.wait(_STOP_LOOK_S)

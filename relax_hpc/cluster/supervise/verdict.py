@@ -1,33 +1,28 @@
-"""Verdicts on who is dead. All that is known of a group becomes one verdict here, and nowhere else.
+"""Verdicts on roles and groups: alive, done, waiting or dead. No other module decides this.
 
-Which evidence wins, the strongest first:
+The strongest evidence decides. From strong to weak:
 
-1. What a role says of its own end, its exit mark: done is done however long nobody hears of it, and
-  what says that
-   trying again cannot help (78, 93) has the run given up. So has a programming error in a plug-in
-   before any progress.
-2. Slurm's word that the allocation around it ends: whatever ends then makes way. Slurm tells the
-  tasks before the head.
-3. Any other end of a process, by its mark or by its exit code: dead, at once.
-4. Slurm's word on the job that a group has to itself. Queued: it waits, however silent it is. Gone:
-  so is the group,
-   even if something of it still beats, as a killed task was seen to for a minute after its job was
-   requeued.
-5. Silence of the supervisor in that job: if Slurm says that the job has run all the while, it has
-  not missed the node
-   yet, and the group is dead.
-6. Beats, as the hub has them. A role beats from the moment that it is there, also while it loads,
-  or waits for others
-   or for room on a disk; so silence for a lease is death, and one piece of work that takes
-   liveness.hang_s is a hang,
-   as is one part of loading that takes longer than what is loaded accounts for (`Liveness`).
-   Where somebody else looks after a group, it is dead when all of its members are silent, and
-   suspect when one is.
+1. The exit mark that a role writes. `done` is final, however long the role is silent. The exit
+   codes 78 and 93 mean that a restart cannot help, and end the run. So does a programming error in
+   a plug-in before any progress.
+2. Slurm ends the allocation: a process that ends then leaves with it, and is restarted elsewhere.
+   Slurm sends its signal to the tasks before the supervisor.
+3. Any other end of a process, by its exit mark or its exit code: the role is dead.
+4. The state of a group's separate job. If the job is queued, the group waits, even if it is silent.
+   If the job is gone, the group is dead, even if it sends heartbeats: on Slurm 22.05 a killed task
+   ran for a minute after its job had been requeued.
+5. Silence of the supervisor in that job. If the job has run during the whole silence, Slurm has not
+   noticed the loss of the node yet, and the group is dead.
+6. Heartbeats that the hub has received. A role sends them from its start, also while it loads,
+   waits for other groups, or waits for a full disk. Silence for the length of a lease means death.
+   A role hangs if it works on one task for liveness.hang_s, or loads one part for longer than its
+   size explains (`Liveness`). A group under another supervisor is dead if all of its members are
+   silent, and suspect if one is.
 
-Weaker evidence is not even looked for where stronger decides. Beats, which come by way of the hub,
-have to say the same in two answers in a row: a hub that was stopped itself has beats to read first
-(`Liveness`). That a group is not there yet is nobody's failure: see
-`relax_hpc.queue.presence`.
+Weaker evidence is not collected if stronger evidence decides. Heartbeats count only if two
+consecutive answers of the hub agree, because a hub that was stopped itself must first read the
+heartbeats that arrived meanwhile (`Liveness`). A group that has not started yet has not failed:
+see `relax_hpc.queue.presence`.
 """
 
 from __future__ import annotations
@@ -54,7 +49,7 @@ QUEUED = (
 """States of a job that waits for its nodes."""
 _RUNNING = "RUNNING"
 GONE = ""
-"""State of a job that Slurm does not know any more."""
+"""Value for a job that Slurm does not know any more: it forgets jobs MinJobAge after their end."""
 
 
 class Fate(Enum):
@@ -63,19 +58,19 @@ class Fate(Enum):
     LIVES = "lives"
     DONE = "done"
     WAITS = "waits"
-    """Queued by Slurm."""
+    """Its job is queued in Slurm."""
     LEAVES = "leaves"
-    """Leaving with its allocation, or its job: it is brought back from outside."""
+    """It ends with its allocation or job, and another job restarts it."""
     SUSPECT = "suspect"
-    """Silent in a part; whoever looks after it may be as dead."""
+    """A member is silent, and the supervisor of the group may be dead too."""
     DEAD = "dead"
     HOPELESS = "hopeless"
-    """Dead, and would be again."""
+    """Dead, and a restart would fail again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``reason`` in words where it is dead, and the exit ``code`` of the run where it is
+    """A fate. ``reason`` explains why it is dead; ``code`` is the exit code of the run if it is
     hopeless."""
 
     fate: Fate
@@ -88,107 +83,111 @@ LIVES = Verdict(Fate.LIVES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Evidence on a role, or on a group that somebody else looks after; None: nothing is known."""
+    """Evidence on a role, or on a group under another supervisor. None means unknown."""
 
     mark: Mapping[str, Any] | None = None
     """Exit mark of the role."""
     exit: Callable[[], str] | None = None
-    """Description of the end of a process that left no mark; None: it runs."""
+    """Function that describes the end of a process without a mark; None: the process runs."""
     has_progress: Callable[[], bool] = lambda: True
     """Whether the run has trained a step, or this role has worked in it. It is called only if the
     role ended by a programming error."""
     ends: Callable[[], bool] = lambda: False
-    """Whether Slurm ends the allocation around it; asked only if something has ended."""
+    """Whether Slurm ends the allocation around it. It is called only if a process has ended."""
     job: str | None = None
-    """State of the group's own job, or GONE."""
+    """State of the group's separate job, or GONE."""
     job_used_s: float = 0.0
     """Seconds for which that job has run."""
     beats: Sequence[Mapping[str, Any]] | None = None
-    """Newest beat of each member that beats."""
+    """Newest heartbeat of each member that has sent one."""
     others: bool = False
-    """Whether somebody else looks after it."""
+    """Whether it is a group under another supervisor."""
     known_s: float = 0.0
-    """Seconds for which it has been looked after."""
+    """Seconds for which it has been supervised."""
     patience_s: float = 0.0
-    """Seconds until its first beat, at most."""
+    """Seconds until its first heartbeat, at most."""
     load_s: float = math.inf
-    """Seconds at one part of what it loads, at most."""
+    """Seconds for one part of what it loads, at most."""
     unanswered_s: float | None = None
-    """Seconds for which the hub has owed an answer."""
-    supervisor_still_s: float | None = None
-    """Seconds without a sign of its supervisor."""
+    """Seconds for which the answer of the hub is overdue."""
+    supervisor_silent_s: float | None = None
+    """Seconds since the last heartbeat of its supervisor."""
 
 
 def verdict(evidence: Evidence, limits: LivenessConfig) -> Verdict:
-    """Verdict by the strongest evidence that says anything."""
+    """Verdict by the strongest evidence that decides."""
     for judge in (_by_end, _by_job, _by_answers, _by_beats):
-        if found := judge(evidence, limits):
-            return found
+        judgement = judge(evidence, limits)
+        if judgement:
+            return judgement
     return LIVES
 
 
-def ended_in_order(marks: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a group whose roles have left ``marks``, one each, needs nobody: it is not silent,
-    but over."""
+def ended_normally(marks: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether all roles of a group have ended without a failure, by their exit ``marks``. Such a
+    group is silent because it has ended."""
     return all(mark.get("status") in ("done", "stopped") for mark in marks)
 
 
-def _by_end(found: Evidence, _: LivenessConfig) -> Verdict | None:
-    mark = found.mark or {}
-    if not mark and found.exit is None:
+def _by_end(evidence: Evidence, _: LivenessConfig) -> Verdict | None:
+    mark = evidence.mark or {}
+    if not mark and evidence.exit is None:
         return None
     if mark.get("status") == "done":
         return Verdict(Fate.DONE)
-    reason = mark.get("reason") or (found.exit() if found.exit else "")
+    reason = mark.get("reason") or (evidence.exit() if evidence.exit else "")
     if mark.get("code") in _HOPELESS:
         return Verdict(Fate.HOPELESS, reason, mark["code"])
-    if mark.get("is_programming_error") is True and not found.has_progress():
+    if mark.get("is_programming_error") is True and not evidence.has_progress():
         return Verdict(Fate.HOPELESS, reason, EXIT_CONFIG)
-    return Verdict(Fate.LEAVES if found.ends() else Fate.DEAD, reason)
+    return Verdict(Fate.LEAVES if evidence.ends() else Fate.DEAD, reason)
 
 
-def _by_job(found: Evidence, limits: LivenessConfig) -> Verdict | None:
-    if found.job is None:
+def _by_job(evidence: Evidence, limits: LivenessConfig) -> Verdict | None:
+    if evidence.job is None:
         return None
-    if found.job == GONE:
+    if evidence.job == GONE:
         return Verdict(Fate.DEAD, "its job is gone")
-    if found.job in QUEUED:
+    if evidence.job in QUEUED:
         return Verdict(Fate.WAITS)
-    still_s = found.supervisor_still_s
-    if found.job != _RUNNING or still_s is None:
-        return None if found.job == _RUNNING else Verdict(Fate.LEAVES)
-    # One that has run for less has just been brought back.
-    dead = still_s > limits.lease_s and found.job_used_s >= still_s
-    return Verdict(Fate.DEAD, f"has given no sign for {limits.lease_s:.0f} s") if dead else LIVES
-
-
-def _by_answers(found: Evidence, _: LivenessConfig) -> Verdict | None:
-    if found.unanswered_s is None:
+    if evidence.job != _RUNNING:
+        return Verdict(Fate.LEAVES)
+    silent_s = evidence.supervisor_silent_s
+    if silent_s is None:
         return None
-    dead = found.unanswered_s >= found.patience_s
-    return Verdict(Fate.DEAD, f"has not answered for {found.patience_s:.0f} s") if dead else LIVES
+    # A job that has run for a shorter time has just been requeued, and its supervisor starts.
+    if silent_s > limits.lease_s and evidence.job_used_s >= silent_s:
+        return Verdict(Fate.DEAD, f"has sent no heartbeat for {limits.lease_s:.0f} s")
+    return LIVES
 
 
-def _by_beats(found: Evidence, limits: LivenessConfig) -> Verdict | None:
-    if found.beats is None:
+def _by_answers(evidence: Evidence, _: LivenessConfig) -> Verdict | None:
+    if evidence.unanswered_s is None:
         return None
-    ages = [beat["age_s"] for beat in found.beats]
-    silent = f"has given no sign for {limits.lease_s:.0f} s"
-    if not ages:
-        late = found.known_s > found.patience_s
-        return (
-            Verdict(Fate.DEAD, f"has not begun to beat within {found.patience_s:.0f} s")
-            if late
-            else None
-        )
-    if (min if found.others else max)(ages) > limits.lease_s:
-        return Verdict(Fate.DEAD, silent)
+    if evidence.unanswered_s >= evidence.patience_s:
+        return Verdict(Fate.DEAD, f"has not answered for {evidence.patience_s:.0f} s")
+    return LIVES
+
+
+def _by_beats(evidence: Evidence, limits: LivenessConfig) -> Verdict | None:
+    if evidence.beats is None:
+        return None
+    if not evidence.beats:
+        if evidence.known_s <= evidence.patience_s:
+            return None
+        text = f"has sent no heartbeat within {evidence.patience_s:.0f} s after its start"
+        return Verdict(Fate.DEAD, text)
+    ages = [beat["age_s"] for beat in evidence.beats]
+    silence = f"has sent no heartbeat for {limits.lease_s:.0f} s"
+    decisive_age = min(ages) if evidence.others else max(ages)
+    if decisive_age > limits.lease_s:
+        return Verdict(Fate.DEAD, silence)
     if max(ages) > limits.lease_s:
-        return Verdict(Fate.SUSPECT, silent)
-    if not found.others and max(beat["busy_s"] for beat in found.beats) > limits.hang_s:
-        return Verdict(Fate.DEAD, f"has been at one piece of work for over {limits.hang_s:.0f} s")
-    if not found.others and max(beat.get("loading_s", 0.0) for beat in found.beats) > found.load_s:
-        return Verdict(
-            Fate.DEAD, f"has been loading without getting on for over {found.load_s:.0f} s"
-        )
+        return Verdict(Fate.SUSPECT, silence)
+    if evidence.others:
+        return None
+    if max(beat["busy_s"] for beat in evidence.beats) > limits.hang_s:
+        return Verdict(Fate.DEAD, f"has worked on one task for over {limits.hang_s:.0f} s")
+    if max(beat.get("loading_s", 0.0) for beat in evidence.beats) > evidence.load_s:
+        return Verdict(Fate.DEAD, f"has loaded one part for over {evidence.load_s:.0f} s")
     return None

@@ -1,5 +1,4 @@
-"""Waiting of a supervisor until a process ends, a signal comes, or another thread has a word for
-it."""
+"""Wait of a supervisor until a process ends, a signal arrives, or another thread wakes it."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ _PIPE_BYTES = 4096
 
 
 class Wakeups:
-    """Waits for members and for signals that ask to stop. As a context manager it calls
-    ``on_signal`` for each.
+    """Wait for the end of members and for signals that ask to stop. As a context manager it calls
+    ``on_signal`` for each signal.
 
     When a terminal is closed, its shell and the kernel both send SIGHUP to the run, and a login
     manager may add SIGTERM. That is one request to stop. So SIGHUP calls ``on_signal`` only if no
@@ -58,23 +57,23 @@ class Wakeups:
             self._on_signal()
 
     def watch(self, member: Member) -> None:
-        """Let the end of a member's process end the waiting."""
+        """Make `wait` return when the process of ``member`` ends."""
         self._selector.register(member.pidfd, selectors.EVENT_READ, member)
 
     def unwatch(self, member: Member) -> None:
-        """Wait for a member no more; it may never have been watched."""
+        """Watch a member no longer. It may never have been watched."""
         if member.pidfd >= 0 and member.pidfd in self._selector.get_map():
             self._selector.unregister(member.pidfd)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a process ends, a signal comes, somebody calls `wake` or ``seconds`` are
-        over."""
+        """Sleep until a process ends, a signal arrives, a thread calls `wake`, or ``seconds`` have
+        passed."""
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 os.read(self._out, _PIPE_BYTES)
 
     def wake(self) -> None:
-        """Let `wait` return; any thread may call it."""
-        # A full pipe wakes as well, and after the end there is nobody to wake.
+        """Make `wait` return. Any thread may call this."""
+        # A full pipe wakes as well, and after the end the pipe is closed.
         with contextlib.suppress(OSError):
             os.write(self._in, b"\0")

@@ -1,4 +1,4 @@
-"""Checks against Slurm's accounting database: accounts, qualities of service, limits of jobs."""
+"""Checks against Slurm's accounting database: accounts, qos_limits of service, limits of jobs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def check_accounts(config: Config, components: list[Component], slurm: Slurm) ->
     requested_qos = _option_values(components, "qos")
     for name in sorted(requested_qos.difference(allowed)):
         yield error(f"site.qos: found {name!r}, allowed for you: {', '.join(allowed) or 'none'}")
-    qualities = {row["Name"]: row for row in slurm.qualities()}
-    for name in sorted(requested_qos & qualities.keys()):
+    qos_limits = {row["Name"]: row for row in slurm.qos_limits()}
+    for name in sorted(requested_qos & qos_limits.keys()):
         users = [component for component in components if component.options.get("qos") == name]
-        yield from _resources(qualities[name], users, config)
-    yield from _limits(config, components, _job_limits(config, rows, qualities))
+        yield from _resources(qos_limits[name], users, config)
+    yield from _limits(config, components, _job_limits(config, rows, qos_limits))
 
 
 def _option_values(components: list[Component], option: str) -> set[str]:
@@ -40,7 +40,7 @@ def _option_values(components: list[Component], option: str) -> set[str]:
 
 
 def _job_limits(
-    config: Config, rows: list[dict[str, str]], qualities: dict[str, dict[str, str]]
+    config: Config, rows: list[dict[str, str]], qos_limits: dict[str, dict[str, str]]
 ) -> list[tuple[str, str, str]]:
     """Limits of running and of submitted jobs, each with its owner (account, qos or user)."""
     account, qos = config.site.account, config.site.qos
@@ -48,8 +48,8 @@ def _job_limits(
     for row in rows:
         if row["Account"] == account:
             limits.append((row["MaxJobs"], row["MaxSubmit"], f"account {account}"))
-    if qos in qualities:
-        row = qualities[qos]
+    if qos in qos_limits:
+        row = qos_limits[qos]
         limits.append((row["MaxJobsPU"], row["MaxSubmitPU"], f"qos {qos}"))
     return limits or [(row["MaxJobs"], row["MaxSubmit"], "you") for row in rows[:1]]
 

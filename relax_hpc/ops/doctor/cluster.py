@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.cluster.slurm.commands import Node, Slurm, SlurmError, parse_time
-from relax_hpc.cluster.slurm.layout import Component, seconds
+from relax_hpc.cluster.slurm.commands import Slurm, SlurmError, SlurmNode, parse_time
+from relax_hpc.cluster.slurm.layout import Component, time_limit_s
 from relax_hpc.cluster.slurm.render import render
 from relax_hpc.config.schema import Config
 from relax_hpc.ops.doctor.accounts import check_accounts, number
@@ -45,7 +45,7 @@ class Cluster:
     version: str = ""
     config: dict[str, str] = field(default_factory=dict)
     partitions: dict[str, dict[str, str]] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[SlurmNode] = field(default_factory=list)
     problems: list[Finding] = field(default_factory=list)
 
     @property
@@ -197,7 +197,7 @@ def _unix_groups() -> set[str]:
 
 
 def _size(
-    config: Config, component: Component, nodes: list[Node], tables: list[dict[str, str]]
+    config: Config, component: Component, nodes: list[SlurmNode], tables: list[dict[str, str]]
 ) -> Iterator[Finding]:
     """Check the number of nodes, and the CPUs, GPUs and memory of each."""
     key = f"groups.{component.name}.resources"
@@ -216,7 +216,7 @@ def _size(
         )
     gpus = 0 if config.site.gpu_request == "none" else component.gpus_per_node
     cpus = component.tasks_per_node * component.cpus_per_task
-    requests: list[tuple[str, int, Callable[[Node], int]]] = [
+    requests: list[tuple[str, int, Callable[[SlurmNode], int]]] = [
         ("gpus_per_node", gpus, _gpu_counter(config)),
         ("cpus_per_task", cpus, lambda node: node.cpus),
         ("memory", parse_mebibytes(component.memory), lambda node: node.memory_mib),
@@ -238,7 +238,7 @@ def _size(
         )
 
 
-def _is_usable(node: Node) -> bool:
+def _is_usable(node: SlurmNode) -> bool:
     """Whether jobs can start on the node; Slurm adds `*` to the state if it does not respond."""
     return not node.state.lower().startswith(_UNUSABLE) and node.state[-1] != "*"
 
@@ -246,7 +246,7 @@ def _is_usable(node: Node) -> bool:
 def _time(config: Config, component: Component, tables: list[dict[str, str]]) -> Iterator[Finding]:
     """Check the time limit; it must be allowed in one of the partitions."""
     limits = [parse_time(table.get("MaxTime", "UNLIMITED")) for table in tables]
-    time_s = seconds(component.time, "time")
+    time_s = time_limit_s(component.time, "time")
     if not all(limit is not None and time_s > limit for limit in limits):
         return
     is_of_run = component.time == config.slurm.time
@@ -281,11 +281,11 @@ def _excess(
     return error(f"{key}: found {requested}, {nodes} {largest} GPUs{kind}; {fix}")
 
 
-def _gpu_counter(config: Config) -> Callable[[Node], int]:
+def _gpu_counter(config: Config) -> Callable[[SlurmNode], int]:
     """Function that counts the GPUs of a node, of type `site.gpu_type` if that is set."""
     kind = config.site.gpu_type
 
-    def count(node: Node) -> int:
+    def count(node: SlurmNode) -> int:
         devices = re.findall(r"\bgpu:(?:([^:,()]+):)?(\d+)", node.gres)
         return sum(int(number) for name, number in devices if not kind or name == kind)
 
@@ -383,7 +383,7 @@ def _test_only(config: Config, slurm: Slurm) -> Iterator[Finding]:
             except SlurmError as problem:
                 if problem.transient or problem.timed_out:
                     raise
-                message = problem.said or str(problem)
+                message = problem.answer or str(problem)
                 options = ("account", "partition", "qos")
                 named = [f"site.{option}" for option in options if option in message.lower()]
                 settings = ", ".join(named) or "site.options"

@@ -16,7 +16,7 @@ from typing import Any
 
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.cluster.slurm.commands import Slurm
-from relax_hpc.cluster.slurm.mpi import mpi_problem
+from relax_hpc.cluster.slurm.mpi import find_mpi_problem
 from relax_hpc.config.schema import Config
 from relax_hpc.net.transport.choice import planes_wanted
 from relax_hpc.net.transport.plane_check import PlaneTrial
@@ -69,7 +69,7 @@ def _findings(
     yield from judge_planes(_trials(reports), planes_wanted(config), probe.nodes > 1)
     if probe.mpi and len(reports) == probe.nodes:
         worlds = [json.loads(path.read_text()) for path in probe.folder.glob(f"*{MPI_DONE}")]
-        problem = mpi_problem(config, worlds, probe.nodes, _log_tail(probe.folder))
+        problem = find_mpi_problem(config, worlds, probe.nodes, _log_tail(probe.folder))
         if problem:
             yield error(problem)
 

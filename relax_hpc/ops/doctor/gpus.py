@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.cluster.slurm.program_output import ask
+from relax_hpc.cluster.slurm.program_output import run_program
 from relax_hpc.config.schema import Config
 from relax_hpc.ops.doctor.finding import Finding, ok, warning
 from relax_hpc.rollout.engines.sglang.toolchain import compilers
@@ -56,7 +56,7 @@ def describe_compiler() -> tuple[str, list[str]]:
 
 def _cuda_release(nvcc: Path) -> str:
     try:
-        output = ask([str(nvcc), "--version"], _TIMEOUT_S).stdout
+        output = run_program([str(nvcc), "--version"], _TIMEOUT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return "its version cannot be read"
     match = re.search(r"release (\d+\.\d+)", output)
@@ -96,7 +96,7 @@ def driver_problems(cuda: str, driver: str) -> Iterator[str]:
 def _driver_version() -> str:
     """Version of this host's NVIDIA driver; empty if it is unknown or not installed."""
     try:
-        result = ask(
+        result = run_program(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], _TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired):

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.cluster.slurm.mpi import mpi_variables, with_ranks
-from relax_hpc.cluster.slurm.program_output import ask
+from relax_hpc.cluster.slurm.mpi import mpi_variables, needs_mpi
+from relax_hpc.cluster.slurm.program_output import run_program
 from relax_hpc.cluster.slurm.render import render
 from relax_hpc.config.groups import ranks_of
 from relax_hpc.config.schema import Config
@@ -109,7 +109,7 @@ def _setup_lines(lines: list[str]) -> Iterator[Finding]:
     if not lines or not bash:
         return
     try:
-        result = ask([bash, "-nc", "\n".join(lines)], SETUP_TIMEOUT_S)
+        result = run_program([bash, "-nc", "\n".join(lines)], SETUP_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as problem:
         yield warning(f"site.setup: not checked: {problem}")
         return
@@ -153,7 +153,7 @@ def check_programs(config: Config) -> Iterator[Finding]:
     inside = config.site.container.runtime != "none"
     if config.layout != "local":
         yield from _mpi_library(config, inside)
-        if not inside and with_ranks(config, *config.groups):
+        if not inside and needs_mpi(config, *config.groups):
             yield from _local_mpi(config)
     yield from _container(config)
 
@@ -168,7 +168,7 @@ def _interpreter(config: Config) -> Iterator[Finding]:
         return
     command = [python, "-c", _FIND_MODULES, *NEEDED_MODULES]
     try:
-        done = ask(command, IMPORT_TIMEOUT_S)
+        done = run_program(command, IMPORT_TIMEOUT_S)
         missing = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         yield warning(
@@ -197,7 +197,7 @@ def _local_mpi(config: Config) -> Iterator[Finding]:
     key = f"site.mpi.library: found {mpi.library}"
     environment = clean_environment() | mpi_variables(config)
     try:
-        result = ask([python, "-c", _LOAD_MPI], IMPORT_TIMEOUT_S, environment)
+        result = run_program([python, "-c", _LOAD_MPI], IMPORT_TIMEOUT_S, environment)
     except (subprocess.TimeoutExpired, OSError):
         # `_interpreter` has reported the problem.
         return

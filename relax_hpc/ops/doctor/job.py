@@ -14,7 +14,7 @@ from pathlib import Path
 import relax_hpc
 from relax_hpc.cluster.slurm.container import container_command, container_srun_options, role_python
 from relax_hpc.cluster.slurm.layout import Component, components
-from relax_hpc.cluster.slurm.mpi import mpi_plugin, mpi_variables, with_ranks
+from relax_hpc.cluster.slurm.mpi import mpi_plugin, mpi_variables, needs_mpi
 from relax_hpc.cluster.slurm.render import directive, gpu_options, render_environment
 from relax_hpc.config.schema import Config
 from relax_hpc.data.row_files import data_sets, folder_and_split
@@ -131,7 +131,7 @@ def plan_probes(config: Config, folder: Path) -> list[Probe]:
         nodes = min(MAX_NODES, max(member.nodes for member in members))
         min_nodes = 2 if kind == largest_kind else 1
         groups = tuple(chain.from_iterable(member.groups for member in members))
-        mpi = with_ranks(config, *groups) and mpi_plugin(config) != "none"
+        mpi = needs_mpi(config, *groups) and mpi_plugin(config) != "none"
         probes.append(Probe(groups, max(min_nodes, nodes), dict(kind), folder / str(number), mpi))
     return probes
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.cluster.slurm.layout import Component
-from relax_hpc.cluster.slurm.parsing import Node
+from relax_hpc.cluster.slurm.parsing import SlurmNode
 from relax_hpc.config.schema import Config
 from relax_hpc.ops.checks.model_files import spec_at
 from relax_hpc.ops.doctor.finding import Finding, warning
@@ -17,7 +17,7 @@ def check_memory(
     config: Config,
     component: Component,
     requested_mib: int,
-    nodes: Sequence[Node],
+    nodes: Sequence[SlurmNode],
     limits: Mapping[str, str],
 ) -> Iterator[Finding]:
     """Warn if a component gets less host memory than its processes need.
@@ -43,7 +43,7 @@ def check_memory(
 
 
 def _granted_memory(
-    component: Component, requested_mib: int, nodes: Sequence[Node], limits: Mapping[str, str]
+    component: Component, requested_mib: int, nodes: Sequence[SlurmNode], limits: Mapping[str, str]
 ) -> tuple[int, str]:
     """MiB per node that a job gets, and the setting that decides it."""
     if requested_mib:

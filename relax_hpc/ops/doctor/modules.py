@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_hpc.base.model_sizes import weights_bytes
-from relax_hpc.cluster.slurm.program_output import ask
+from relax_hpc.cluster.slurm.program_output import run_program
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.process import clean_environment
 from relax_hpc.ops.doctor.finding import Finding, error, warning
@@ -37,7 +37,7 @@ def _load_modules(names: list[str], setup: list[str]) -> Iterator[Finding]:
     command = ["bash", "-lc", "\n".join([*setup_lines, load])]
     listed = ", ".join(names)
     try:
-        result = ask(command, MODULES_TIMEOUT_S, clean_environment())
+        result = run_program(command, MODULES_TIMEOUT_S, clean_environment())
     except (OSError, subprocess.TimeoutExpired) as problem:
         yield warning(f"site.modules: {listed} not checked: {problem}")
         return

@@ -9,7 +9,7 @@ from typing import Any
 from relax_hpc.base.metrics.accounting import Interval, work_seconds
 from relax_hpc.base.metrics.read_spans import union_length
 from relax_hpc.base.metrics.timeline import find_repeated_training
-from relax_hpc.cluster.supervise.incarnations import PastIncarnation, Restart, held
+from relax_hpc.cluster.supervise.incarnations import PastIncarnation, Restart, held_intervals
 
 _HOUR_S = 3600.0
 
@@ -38,7 +38,7 @@ def hours(
         if restart.fault:
             gaps[restart.after.group].append(restart.gap)
     found = dict.fromkeys(("asked", "used", "waiting", "lost_restarting", "lost_again"), 0.0)
-    for one, interval in held(incarnations):
+    for one, interval in held_intervals(incarnations):
         start, end = max(interval[0], window[0]), max(window[0], min(interval[1], window[1]))
         found["asked"] += one.units * max(0.0, end - start)
         found["lost_restarting"] += one.units * union_length(gaps[one.group], start, end)

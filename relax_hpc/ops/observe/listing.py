@@ -16,7 +16,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.metrics.read import is_step, read_metrics
 from relax_hpc.base.path_errors import explain_path_error
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.slurm.commands import Job, Slurm, SlurmError
+from relax_hpc.cluster.slurm.commands import Slurm, SlurmError, SlurmJob
 from relax_hpc.cluster.slurm.job_lookup import submitted_jobs
 from relax_hpc.cluster.supervise.launch_records import all_ended, last_beat_s, members_of
 from relax_hpc.config import Config, load_resolved
@@ -99,7 +99,7 @@ def _sentence(error: ConfigError | OSError) -> str:
     return (explain_path_error(error) if isinstance(error, OSError) else "") or str(error)
 
 
-def _ask_squeue(ids: Iterable[str], slurm: Slurm | None) -> dict[str, Job] | None:
+def _ask_squeue(ids: Iterable[str], slurm: Slurm | None) -> dict[str, SlurmJob] | None:
     """The jobs among ``ids`` that squeue knows, asked in one call; None: it does not answer.
 
     By their ids, as they may be another user's.
@@ -111,7 +111,10 @@ def _ask_squeue(ids: Iterable[str], slurm: Slurm | None) -> dict[str, Job] | Non
 
 
 def _row(
-    path: Path, root: Path, record: tuple[Config, list[str]] | str, jobs: Mapping[str, Job] | None
+    path: Path,
+    root: Path,
+    record: tuple[Config, list[str]] | str,
+    jobs: Mapping[str, SlurmJob] | None,
 ) -> dict[str, Any]:
     """Row of the list for a run; ``record``: see `_read_run`; ``jobs``: None if Slurm does not
     answer."""
@@ -133,7 +136,7 @@ def _row(
         return row | unreadable | {"error": _sentence(error)}
 
 
-def _what_it_does(run: RunDir, config: Config, jobs: list[Job] | None) -> dict[str, Any]:
+def _what_it_does(run: RunDir, config: Config, jobs: list[SlurmJob] | None) -> dict[str, Any]:
     """State, progress and jobs of a run that can be read."""
     steps = [row["step"] + 1 for row in read_metrics(run.root) if is_step(row)]
     living = [name for name in members_of(run, config) if not all_ended(run, config, name)]

@@ -22,7 +22,7 @@ from relax_hpc.base.log_rotation import (
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.terminal_text import escape_controls
 from relax_hpc.cluster.supervise.launch_records import all_ended, members_of
-from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.config import load_resolved
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
@@ -165,7 +165,7 @@ def _follow(run: RunDir, wanted: WantedLogs, tails: dict[Path, Tail]) -> None:
 
 
 def _over(run: RunDir) -> bool:
-    return run.finished.exists() or bool(asked_to_stop(run))
+    return run.finished.exists() or bool(read_stop_request(run))
 
 
 def _is_wanted(stem: str, wanted: WantedLogs) -> bool:

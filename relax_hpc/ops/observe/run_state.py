@@ -34,11 +34,16 @@ from relax_hpc.base.errors import (
     EXIT_RETRY,
 )
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.slurm.commands import Job
+from relax_hpc.cluster.slurm.commands import SlurmJob
 from relax_hpc.cluster.slurm.job_lookup import is_over, is_queued
 from relax_hpc.cluster.slurm.submissions import Ledger
-from relax_hpc.cluster.supervise.launch_records import all_ended, is_there, last_beat_s, members_of
-from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.cluster.supervise.launch_records import (
+    all_ended,
+    has_live_process,
+    last_beat_s,
+    members_of,
+)
+from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.config import Config
 from relax_hpc.net.rendezvous.life_signs import read_activity
 from relax_hpc.queue.client import BEAT_FILE_S
@@ -137,7 +142,7 @@ def gravest(codes: Iterable[int]) -> int:
 
 
 def signs_of(
-    run: RunDir, config: Config, jobs: Collection[Job] | None, hub_answers: bool = False
+    run: RunDir, config: Config, jobs: Collection[SlurmJob] | None, hub_answers: bool = False
 ) -> RunSigns:
     """Signs of a run. ``jobs``: its jobs that squeue knows; None: squeue was not asked, or
     did not answer."""
@@ -147,9 +152,11 @@ def signs_of(
     limit_s = config.liveness.lease_s + BEAT_FILE_S
     return RunSigns(
         finished=run.finished.exists(),
-        stop=asked_to_stop(run),
+        stop=read_stop_request(run),
         hub_answers=hub_answers,
-        beats=any(last_beat_s(run, name) < limit_s or is_there(run, name) for name in living),
+        beats=any(
+            last_beat_s(run, name) < limit_s or has_live_process(run, name) for name in living
+        ),
         disk_full=is_full(run),
         prepares=bool(read_activity(run.preparing)),
         submitted=bool(kinds),
@@ -161,7 +168,7 @@ def signs_of(
     )
 
 
-def _is_unused_spare(job: Job, kinds: Mapping[str, str]) -> bool:
+def _is_unused_spare(job: SlurmJob, kinds: Mapping[str, str]) -> bool:
     """Whether ``job`` is a held spare: it starts only if a head releases it."""
     return kinds.get(job.id) == "spare" and job.state == "PENDING"
 

@@ -17,14 +17,14 @@ from relax_hpc.base.metrics.read import is_step, read_metrics
 from relax_hpc.base.metrics.shares import shares_of_time
 from relax_hpc.base.rundir import RunDir, read_map
 from relax_hpc.base.versions import Version
-from relax_hpc.cluster.slurm.commands import Job, Slurm, SlurmError
+from relax_hpc.cluster.slurm.commands import Slurm, SlurmError, SlurmJob
 from relax_hpc.cluster.slurm.job_lookup import known_jobs
-from relax_hpc.cluster.slurm.node_probe import excluded
+from relax_hpc.cluster.slurm.node_probe import excluded_nodes
 from relax_hpc.cluster.slurm.submissions import Ledger
 from relax_hpc.cluster.supervise.launch_records import all_ended
-from relax_hpc.cluster.supervise.requests import asked_to_stop
-from relax_hpc.cluster.supervise.unsaved_work import unsaved
-from relax_hpc.cluster.supervise.waits import waits
+from relax_hpc.cluster.supervise.requests import read_stop_request
+from relax_hpc.cluster.supervise.unsaved_work import find_unsaved_work
+from relax_hpc.cluster.supervise.waits import find_waits
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import trainers_of
 from relax_hpc.config.roles import POLICY
@@ -52,7 +52,7 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     config = load_resolved(run.root)
-    finished, asked = run.finished.exists(), asked_to_stop(run)
+    finished, asked = run.finished.exists(), read_stop_request(run)
     found = {} if finished else _ask_hub(run, config, patience_s)
     jobs, squeue = _jobs(run, config, slurm)
     about = {
@@ -65,7 +65,7 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
         "squeue": squeue,
         "stop": asked,
         "jobs": _job_rows(run, jobs),
-        "excluded_nodes": excluded(run),
+        "excluded_nodes": excluded_nodes(run),
         "checkpoint": last_checkpoint(run, config),
         "preparing": read_activity(run.preparing),
         "groups": {
@@ -75,9 +75,9 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
     }
     about |= _training(run, config, found) | found | {"weights": _weights(found)}
     about.setdefault("disk", [] if finished else _full(run))
-    about["unsaved"] = unsaved(config, found.get("beats", {}), about["trained_steps"])
+    about["unsaved"] = find_unsaved_work(config, found.get("beats", {}), about["trained_steps"])
     about["without"] = _without(run, config, about["weights"])
-    about["waits"] = waits(config, found.get("lacking", {}), about["groups"])
+    about["waits"] = find_waits(config, found.get("lacking", {}), about["groups"])
     state = state_of(signs_of(run, config, jobs.values() if squeue else None, about["hub"]))
     return about | {"state": state, "exit_code": exit_code(state, asked)}
 
@@ -178,7 +178,7 @@ def _weights(found: dict[str, Any]) -> dict[str, Any] | None:
     return {"newest": found["newest"], "served": served, "lag": max(behind, default=0)}
 
 
-def _jobs(run: RunDir, config: Config, slurm: Slurm | None) -> tuple[dict[str, Job], bool]:
+def _jobs(run: RunDir, config: Config, slurm: Slurm | None) -> tuple[dict[str, SlurmJob], bool]:
     """Jobs of the run that squeue knows, and whether it answered."""
     if slurm is None or not any(run.submit.glob("jobs/*.json")):
         return {}, False
@@ -188,7 +188,7 @@ def _jobs(run: RunDir, config: Config, slurm: Slurm | None) -> tuple[dict[str, J
         return {}, False
 
 
-def _job_rows(run: RunDir, jobs: dict[str, Job]) -> list[dict[str, Any]]:
+def _job_rows(run: RunDir, jobs: dict[str, SlurmJob]) -> list[dict[str, Any]]:
     entries = {entry.job: entry for entry in Ledger(run).entries()}
     rows = []
     for job in jobs.values():

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from relax_hpc.base.rundir import RunDir, read_map
-from relax_hpc.cluster.slurm.commands import Job
-from relax_hpc.cluster.slurm.job_lookup import job_of, queued_component
+from relax_hpc.cluster.slurm.commands import SlurmJob
+from relax_hpc.cluster.slurm.job_lookup import current_job, queued_component
 from relax_hpc.cluster.slurm.submissions import Ledger
 from relax_hpc.cluster.supervise import launch_records
 from relax_hpc.cluster.supervise.launch_records import (
@@ -33,7 +33,7 @@ ALIVE = ("running", "suspect", "restarting")
 _BEAT = dict.fromkeys(("time", "gap_s", "busy_s", "progress"), (int, float))
 
 
-def all_names(run: RunDir, config: Config, jobs: dict[str, Job]) -> list[str]:
+def all_names(run: RunDir, config: Config, jobs: dict[str, SlurmJob]) -> list[str]:
     """Configured groups, and the elastic members that run or are queued."""
     queued = [
         entry.group
@@ -49,7 +49,7 @@ def group_status(
     config: Config,
     name: str,
     hub: dict[str, Any],
-    jobs: dict[str, Job],
+    jobs: dict[str, SlurmJob],
     squeue: bool,
     over: bool,
 ) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def group_status(
     incarnation, card = latest_incarnation(run, name), latest_card(run, name)
     beats = _beats(run, name, incarnation, hub)
     ages = [beat["age_s"] for beat in beats] or ([0.0] if name == "hub" and hub else [])
-    job_id = queued_component(run, config, name, jobs) or job_of(
+    job_id = queued_component(run, config, name, jobs) or current_job(
         run, name, jobs if squeue else None
     )
     job = jobs.get(job_id)
@@ -124,7 +124,7 @@ def _state(
     config: Config,
     name: str,
     about: dict[str, Any],
-    job: Job | None,
+    job: SlurmJob | None,
     lives: bool,
     over: bool,
     there: bool,
@@ -193,16 +193,17 @@ def _hub_beats(run: RunDir, config: Config) -> bool:
     limit = config.liveness.lease_s + BEAT_FILE_S
     names = [name for name in config.groups if not all_ended(run, config, name)]
     return any(
-        last_beat_s(run, name) < limit or launch_records.is_there(run, name) for name in names
+        last_beat_s(run, name) < limit or launch_records.has_live_process(run, name)
+        for name in names
     )
 
 
-def _shown(run: RunDir, config: Config, name: str, jobs: dict[str, Job]) -> bool:
+def _shown(run: RunDir, config: Config, name: str, jobs: dict[str, SlurmJob]) -> bool:
     """Whether a group is shown: members that were drained are not."""
     incarnation = latest_incarnation(run, name)
     ended = bool(incarnation) and all(
         read_mark(run, name, incarnation, role) for role in roles_of(config, name)
     )
     return bool(base_name(name, config.groups)) and (
-        job_of(run, name) in jobs or (bool(incarnation) and not ended)
+        current_job(run, name) in jobs or (bool(incarnation) and not ended)
     )

@@ -16,7 +16,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.terminal_text import escape_line, log_entry, unfiltered
 from relax_hpc.cluster.slurm.commands import Slurm
-from relax_hpc.cluster.supervise.unsaved_work import in_words as unsaved_in_words
+from relax_hpc.cluster.supervise.unsaved_work import describe_unsaved_work as unsaved_in_words
 from relax_hpc.ops.observe.run_state import OVER
 from relax_hpc.ops.observe.status import SLURM_S, status
 from relax_hpc.ops.observe.status_groups import ALIVE
