@@ -1,7 +1,7 @@
 """Settings of torch's CUDA allocator, which are read from environment variables.
 
 With `expandable_segments` the allocator grows its blocks of memory in place. Batches of changing
-length then leave no gaps that nothing fits into.
+length then leave no gaps that are too small for the next batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables that hold the settings; the second one since torch 2.9."""
+"""Variables that hold the settings. torch reads the second one since version 2.9."""
 _SETTING = "expandable_segments"
 
 
@@ -21,18 +21,17 @@ def expand_segments(environment: MutableMapping[str, str]) -> None:
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``environment`` that turn on `expandable_segments`, with all of their other
-    settings.
+    """The variables of ``environment`` that turn on `expandable_segments`, without that setting.
 
-    A variable without other settings becomes empty. torch_memory_saver 0.0.10 raises an error if it
-    is on.
+    Their other settings stay. A variable without other settings becomes empty. torch_memory_saver
+    0.0.10 raises an error if `expandable_segments` is on.
     """
     changed = {}
     for name in VARIABLES:
         settings = [setting.strip() for setting in environment.get(name, "").split(",")]
-        others = [setting for setting in settings if not _turns_on(setting)]
-        if others != settings:
-            changed[name] = ",".join(others)
+        kept = [setting for setting in settings if not _turns_on(setting)]
+        if kept != settings:
+            changed[name] = ",".join(kept)
     return changed
 
 

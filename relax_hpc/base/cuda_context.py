@@ -1,5 +1,4 @@
-"""Whether this process has a context on a GPU, whichever library made it: some 0.5 GiB of the
-device's memory."""
+"""Check for a CUDA context of this process. A context takes about 0.5 GiB of the GPU's memory."""
 
 from __future__ import annotations
 
@@ -11,17 +10,18 @@ _SUCCESS = 0
 
 
 def has_cuda_context() -> bool:
-    """Whether CUDA's driver, if a library has loaded it, knows of a context of this process;
-    nothing is loaded or made.
+    """Whether this process has a CUDA context, whichever library created it.
 
-    torch knows of its own contexts alone; MPI, UCX, NIXL and Triton make them too.
+    The answer comes from CUDA's driver, if a library has loaded it. Nothing is loaded or created.
+    torch knows only the contexts that it has created, but MPI, UCX, NIXL and Triton create them
+    too.
     """
     try:
         driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD)
     except OSError:
         return False
     device, flags, active = 0, ctypes.c_uint(), ctypes.c_int()
-    # An error says that the driver was never initialised, or that there are no more devices.
+    # The driver returns an error if it was never initialised, or if there are no more devices.
     while (
         driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
         == _SUCCESS

@@ -1,10 +1,9 @@
-"""A disk that is full, over quota, read-only or ill is a wait: who writes tries again, says so, and
-nothing is lost.
+"""Waits for a disk that is full, over quota, read-only or has I/O errors. Writes are tried again.
 
 `retry_write` tries a write again until it succeeds. `WriteRetry` is the same for a loop that has
-other work meanwhile. What is there to be looked at alone goes to a `AppendFile`, or through
-`ignore_print_errors`: its writers never wait and never fail. What this process waits for is in
-`WAITS`, which its beats tell the hub, and so everybody.
+other work between the tries. `AppendFile` and `ignore_print_errors` are for text that only people
+read: such a write never waits and never fails. `WAITS` has the waits of this process. Its beats
+report them to the hub, which shows them in the terminal and in `status`.
 """
 
 from __future__ import annotations
@@ -30,39 +29,42 @@ CURES = {
     errno.EROFS: "have it mounted for writing again",
     errno.EIO: "see whether its file system is well",
 }
-"""Cures of the errors that may be over in a while. On shared file systems EIO is one: a server was
-away."""
-_SOONEST_S, _LATEST_S = 0.1, 2.0
-"""Seconds between two tries."""
+"""Number of an error that may be temporary -> what the user can do. On shared file systems EIO can
+mean that a server was unavailable for a while."""
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
+"""Seconds between two tries, at least and at most."""
 _LOOSE_S = 10.0
-"""Seconds for which a write that nobody waits for counts as hindered after its last try."""
+"""Seconds after its last failed try for which a loose wait counts."""
 _GRACE_S = 60.0
-"""Seconds by which a process that nobody ends waits longer than the run, which its supervisor ends
-before."""
+"""Seconds by which a process waits longer than the limit of the run. The supervisor ends the run at
+the limit, and only a process without supervisor reaches this time."""
 _KEPT_BYTES = 16 << 20
+"""Bytes that an `AppendFile` keeps in memory for a disk that does not take them."""
 _PROBE_BYTES = 1 << 20
 DiskWait = dict[str, Any]
-"""A wait as beats and `status` have it: {path, errno, seconds, loose}."""
+"""A wait in beats and in `status`: {path, errno, seconds, loose}. A wait is loose if no work of the
+run depends on the write."""
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether ``error`` says that a disk cannot be written now, and may be later."""
+    """Whether ``error`` means that a disk cannot be written now, but possibly later."""
     return isinstance(error, OSError) and error.errno in CURES
 
 
 def describe_write_error(path: Path | str, error: OSError) -> str:
-    """Message with what cannot be written, why, and what to do."""
-    return f"{path}: {os.strerror(error.errno)}; {CURES.get(error.errno, 'see its file system')}"
+    """Message with the path that cannot be written, the cause, and what the user can do."""
+    number = error.errno or 0
+    return f"{path}: {os.strerror(number)}; {CURES.get(number, 'see its file system')}"
 
 
 def describe_wait(wait: Mapping[str, Any]) -> str:
-    """The same, of a wait.
+    """Message about a `DiskWait`.
 
     >>> describe_wait({"path": "/r/queue", "errno": errno.ENOSPC})
-    '/r/queue: No space left on device; free space there, the run goes on by itself'
+    '/r/queue: No space left on device; free space there, the run then continues'
     """
     error = OSError(wait["errno"], "")
-    return f"{describe_write_error(wait['path'], error)}, the run goes on by itself"
+    return f"{describe_write_error(wait['path'], error)}, the run then continues"
 
 
 @dataclass(slots=True)
@@ -73,13 +75,16 @@ class _Wait:
     failed_at: float = 0.0
 
     def counts(self) -> bool:
-        """Whether the disk may still be full. The owner of a loose wait may have nothing to write
-        for a long time, and so does not notice that there is room again."""
+        """Whether the disk may still be full.
+
+        The owner of a loose wait may have nothing to write for a long time. It then does not notice
+        that there is room, so that its wait counts for some seconds only.
+        """
         return not self.loose or time.monotonic() - self.failed_at < _LOOSE_S
 
 
 class DiskWaits:
-    """The writes of this process that do not succeed, by path; safe to use from threads."""
+    """The writes of this process that fail at present, by path. Safe to use from threads."""
 
     def __init__(self) -> None:
         self.limit_s = math.inf
@@ -88,25 +93,28 @@ class DiskWaits:
         self._waits: dict[str, _Wait] = {}
 
     def begin(self, path: Path | str, error: OSError, loose: bool = False) -> float:
-        """``path`` could not be written, perhaps again; since how many seconds. ``loose``: nobody
-        waits for that."""
+        """Note that ``path`` could not be written. Returns the seconds since the first failure.
+
+        ``loose``: no work of the run depends on this write.
+        """
+        number = error.errno or 0
         with self._lock:
-            wait = self._waits.setdefault(str(path), _Wait(error.errno, loose))
-            wait.errno, wait.loose, wait.failed_at = error.errno, loose, time.monotonic()
+            wait = self._waits.setdefault(str(path), _Wait(number, loose))
+            wait.errno, wait.loose, wait.failed_at = number, loose, time.monotonic()
             return wait.failed_at - wait.since
 
     def end(self, path: Path | str) -> None:
-        """End the wait for ``path``: it was written, or nobody tries any more."""
+        """End the wait for ``path``: it was written, or no further try follows."""
         if self._waits:
             with self._lock:
                 self._waits.pop(str(path), None)
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether any write fails at present."""
         return bool(self._waits)
 
     def longest(self) -> DiskWait:
-        """The one that goes on longest, those that somebody waits for first; empty: all is well."""
+        """The longest wait; a loose one only if all are loose. Empty: no write fails."""
         if not self._waits:
             return {}
         with self._lock:
@@ -123,21 +131,17 @@ WAITS = DiskWaits()
 
 
 def retry_write(path: Path, write: Callable[[], T], until: Callable[[], bool] = lambda: False) -> T:
-    """Result of ``write``, which writes something whole at ``path``, or undoes what it has begun
-    and raises.
+    """Result of ``write``, which writes ``path`` completely, or undoes its changes and raises.
 
-    It is tried again as long as its error `is_temporary`, at most `Waits.limit_s`, and not once
-    ``until()``.
+    It is tried again while its error `is_temporary`, for at most `DiskWaits.limit_s` seconds, and
+    until ``until()`` is true.
     """
     for pause in _pauses():
         try:
-            done = write()
+            result = write()
         except OSError as error:
-            if (
-                not is_temporary(error)
-                or until()
-                or WAITS.begin(path, error) > WAITS.limit_s + _GRACE_S
-            ):
+            is_final = not is_temporary(error) or until()
+            if is_final or WAITS.begin(path, error) > WAITS.limit_s + _GRACE_S:
                 WAITS.end(path)
                 raise
             time.sleep(pause)
@@ -146,32 +150,32 @@ def retry_write(path: Path, write: Callable[[], T], until: Callable[[], bool] = 
             raise
         else:
             WAITS.end(path)
-            return done
+            return result
     raise AssertionError("unreachable")
 
 
 def has_passed_in(seconds: float) -> Callable[[], bool]:
-    """Function that says whether ``seconds`` have passed since now."""
+    """Function that returns whether ``seconds`` have passed since this call."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
 
 
 def _pauses() -> Iterator[float]:
-    pause = _SOONEST_S
+    pause = _MIN_PAUSE_S
     while True:
         yield pause
-        pause = min(2 * pause, _LATEST_S)
+        pause = min(2 * pause, _MAX_PAUSE_S)
 
 
 class WriteRetry:
-    """One write that a loop tries again between other work: `due` says when.
+    """State of a write that a loop tries again between other work. `is_due`: the time has come.
 
-    >>> patience = WriteRetry(Path("/r/journal"))
-    >>> patience.note_failure(OSError(errno.ENOSPC, "full"))
-    >>> bool(patience), patience.is_due()
+    >>> retry = WriteRetry(Path("/r/journal"))
+    >>> retry.note_failure(OSError(errno.ENOSPC, "full"))
+    >>> bool(retry), retry.is_due()
     (True, False)
-    >>> patience.note_success()
-    >>> bool(patience), patience.is_due()
+    >>> retry.note_success()
+    >>> bool(retry), retry.is_due()
     (False, True)
     """
 
@@ -189,7 +193,7 @@ class WriteRetry:
         return time.monotonic() >= self.next_try
 
     def note_failure(self, error: OSError) -> None:
-        """Note that a write failed. Raises ``error`` unless it `is_temporary`."""
+        """Note that a try failed. Raises ``error`` unless it `is_temporary`."""
         if not is_temporary(error):
             raise error
         WAITS.begin(self.path, error, self.loose)
@@ -203,51 +207,53 @@ class WriteRetry:
 
 
 class AppendFile:
-    """A file to be looked at, which grows by whole pieces. What its disk does not take is kept and
-    written later; what is too much to keep is dropped. No write of it waits or fails."""
+    """A file for people or tools to read, to which pieces of bytes are appended.
+
+    Bytes that the disk does not take are kept and written later, up to a bound; further bytes are
+    dropped. No write waits or fails.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Append to ``path``, from a line of its own on."""
+        """Append to ``path``, beginning with a new line."""
         self.path = path
         self.dropped = 0
-        """Bytes that were left out."""
-        self._patience = WriteRetry(path, loose=True)
+        """Bytes that were dropped."""
+        self._retry = WriteRetry(path, loose=True)
         self.closed = False
         self._file: int | None = None
-        self._rest = bytearray()
+        self._pending = bytearray()
         self.flush()
 
     def write(self, data: bytes) -> None:
-        """Add ``data``: it is in the file after the next `flush` that succeeds, unless it comes
-        after `close`."""
+        """Add ``data``, which the next successful `flush` writes. After `close` it is ignored."""
         if self.closed:
             return
-        if len(self._rest) + len(data) <= _KEPT_BYTES:
-            self._rest += data
+        if len(self._pending) + len(data) <= _KEPT_BYTES:
+            self._pending += data
         else:
             self.dropped += len(data)
 
     def flush(self) -> None:
-        """Write what there is, if the disk takes it."""
-        if (self._file is None or self._rest) and self._patience.is_due():
+        """Write the pending bytes if the disk takes them."""
+        if (self._file is None or self._pending) and self._retry.is_due():
             try:
                 self._write()
-                self._patience.note_success()
+                self._retry.note_success()
             except OSError as error:
-                self._patience.note_failure(error)
+                self._retry.note_failure(error)
 
     @property
     def is_written(self) -> bool:
-        """Whether the file has all that was written."""
-        return self._file is not None and not self._rest
+        """Whether no bytes are pending."""
+        return self._file is not None and not self._pending
 
     def write_all(self) -> None:
-        """`retry_write` write what there is."""
+        """Write the pending bytes, with `retry_write`."""
         retry_write(self.path, self._write)
-        self._patience.note_success()
+        self._retry.note_success()
 
     def fileno(self) -> int:
-        """Descriptor of the file, once something was written."""
+        """Descriptor of the file. It exists after the first successful write."""
         assert self._file is not None
         return self._file
 
@@ -257,20 +263,19 @@ class AppendFile:
             self._file = os.open(
                 self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
             )
-            if (size := os.fstat(self._file).st_size) and os.pread(
-                self._file, 1, size - 1
-            ) != b"\n":
-                # As a killed writer leaves it.
-                self._rest[:0] = b"\n"
-        while self._rest:
-            del self._rest[: os.write(self._file, self._rest)]
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                # A writer that was killed has left half a line.
+                self._pending[:0] = b"\n"
+        while self._pending:
+            del self._pending[: os.write(self._file, self._pending)]
 
     def close(self) -> None:
-        """Close the file; what cannot be written now never is. A second call does nothing."""
+        """Close the file. Bytes that cannot be written now are lost. Safe to call twice."""
         if self.closed:
             return
         self.closed = True
-        self._patience.next_try = 0.0
+        self._retry.next_try = 0.0
         self.flush()
         WAITS.end(self.path)
         if self._file is not None:
@@ -279,12 +284,14 @@ class AppendFile:
 
 
 class _Printed(io.FileIO):
-    """A descriptor that is printed to. A print ends no process: text that cannot be written is
-    dropped if the disk is full, the terminal is closed (EIO), or the reader of a pipe has ended
-    (EPIPE)."""
+    """A descriptor to which this process prints, so that a print never ends the process.
+
+    Text is dropped if the disk is full, the terminal is closed (EIO), or the reader of the pipe has
+    ended (EPIPE).
+    """
 
     is_cut = False
-    """Whether the last line in the file may lack its end."""
+    """Whether the last line in the file may be incomplete."""
 
     def write(self, data: Any) -> int:
         try:
@@ -300,11 +307,11 @@ class _Printed(io.FileIO):
 
 
 def ignore_print_errors() -> None:
-    """Let no print of this process fail from now on: see `_Printed`."""
+    """Let no later print of this process fail, see `_Printed`."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if unfiltered(stream) is not getattr(sys, f"__{name}__"):
-            # A test looks at it, or a notebook.
+            # A test or a notebook has replaced the stream to capture the text.
             continue
         stream.flush()
         raw = io.BufferedWriter(_Printed(number, "wb", closefd=False))
@@ -317,11 +324,11 @@ def ignore_print_errors() -> None:
 
 
 def await_disk_space(folder: Path) -> None:
-    """Wait `retry_write` until ``folder`` can be written."""
-    retry_write(folder / "", lambda: _try(folder))
+    """Wait until ``folder`` can be written, see `retry_write`."""
+    retry_write(folder / "", lambda: _probe(folder))
 
 
-def _try(folder: Path, size: int = _PROBE_BYTES) -> None:
+def _probe(folder: Path, size: int = _PROBE_BYTES) -> None:
     path = folder / f".probe-{os.getpid()}"
     try:
         with path.open("wb") as file:
@@ -333,10 +340,9 @@ def _try(folder: Path, size: int = _PROBE_BYTES) -> None:
 
 
 def probe_folder(folder: Path, size: int = _PROBE_BYTES) -> DiskWait:
-    """Whether so many bytes can be written to ``folder``: what hinders that, empty if nothing does;
-    they are gone then."""
+    """Write and remove ``size`` bytes in ``folder``. Returns what prevents it; empty: nothing."""
     try:
-        _try(folder, size)
+        _probe(folder, size)
     except OSError as error:
         if not is_temporary(error):
             raise

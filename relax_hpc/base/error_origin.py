@@ -47,8 +47,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def locate_error(error: BaseException) -> ErrorOrigin:
-    """The origin of ``error``; empty if only code of this package was involved, whose messages say
-    enough."""
+    """The origin of ``error``; empty if only code of this package was involved."""
     formatted = traceback.TracebackException.from_exception(error)
     if all(map(_is_of_package, formatted.stack)) and not isinstance(error, SyntaxError):
         return NO_ORIGIN
@@ -71,8 +70,10 @@ def has_user_frame(error: BaseException) -> bool:
 
 
 def locate_definition(function: Any) -> ErrorOrigin:
-    """Place of the definition of a user's function, method or callable object; empty if it is in
-    this package, or unknown."""
+    """File and line of the definition of a user's function, method or callable object.
+
+    Empty: it is defined in this package, or the line is unknown.
+    """
     called = function if inspect.isroutine(function) else type(function).__call__
     code = getattr(inspect.unwrap(getattr(called, "__func__", called)), "__code__", None)
     if code is None or code.co_filename.startswith((_PACKAGE, "<")):
@@ -81,14 +82,14 @@ def locate_definition(function: Any) -> ErrorOrigin:
 
 
 def format_stack(stack: Sequence[traceback.FrameSummary]) -> ErrorOrigin:
-    """The place that a running thread is at. ``stack``: its frames, the innermost last."""
+    """Present file and line of a running thread. ``stack``: its frames, the innermost last."""
     lines = traceback.StackSummary.from_list(list(_from_first_user_frame(stack))).format()
     text = "".join(["Stack (most recent call last):\n", *lines]).rstrip()
     return ErrorOrigin(_location_in(stack), shorten(text))
 
 
 def shorten(text: str, max_chars: int = _MAX_TRACEBACK_CHARS) -> str:
-    """``text`` with its middle left out if it is too long: the ends of a traceback say most."""
+    """``text`` without its middle if it is too long. The ends of a traceback tell the most."""
     if len(text) <= max_chars:
         return text
     start = max_chars // 4

@@ -1,4 +1,4 @@
-"""Errors that end a process, each with the exit code that a scheduler acts on."""
+"""Errors that end a process. The scheduler decides by their exit codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RelaxError(Exception):
 
 
 class ConfigError(RelaxError):
-    """The user asked for something impossible; trying again cannot help. One line a mistake."""
+    """The configuration or a command is wrong, so that a retry cannot help. One line a mistake."""
 
     exit_code = EXIT_CONFIG
 
@@ -27,10 +27,10 @@ class ConfigError(RelaxError):
 
 
 def find_start_error(error: BaseException | None) -> str:
-    """Text of the error that kept a child program from starting, in ``error`` or one of its causes.
-    Empty: it is another error.
+    """Text of the error that prevented a child program from starting. Empty: another error.
 
-    If the next start fails with the same text, a further one cannot help.
+    The text is an attribute of ``error`` or of one of its causes. If the next start fails with the
+    same text, a further one cannot help.
     """
     while error is not None:
         text = getattr(error, "start_error", "")
@@ -41,8 +41,10 @@ def find_start_error(error: BaseException | None) -> str:
 
 
 class Mistakes:
-    """Mistakes in several places, to be said at once: a block ends at its first mistake, and the
-    next one begins.
+    """Collects mistakes, to report all of them together.
+
+    A `with` block ends at its first ConfigError, which is added to the mistakes. The program
+    continues after the block.
 
     >>> mistakes = Mistakes()
     >>> for value in ("x", "2", "y"):
@@ -69,14 +71,13 @@ class Mistakes:
         self.texts += [text for text in texts if text not in self.texts]
 
     def raise_if_any(self) -> None:
-        """Raise ConfigError with all of them, if there are any."""
+        """Raise ConfigError with all mistakes, if there are any."""
         if self.texts:
             raise ConfigError(*self.texts)
 
 
 class NoProgressError(RelaxError):
-    """The run is going in circles (crash loop, everything filtered); it stops instead of burning
-    nodes."""
+    """The run makes no progress (crash loop, all rows filtered). It stops, to save node hours."""
 
     exit_code = EXIT_NO_PROGRESS
 
@@ -87,16 +88,15 @@ class ProgrammingError(RelaxError):
 
 
 class FencedError(RelaxError):
-    """A newer incarnation of this group exists; this process may change nothing any more."""
+    """A newer incarnation of this group exists. This process must not change anything."""
 
 
 class StoppedError(RelaxError):
-    """Ended early in good order: asked to, or because the time limit leaves no room. Not a
-    failure."""
+    """The process ended early and cleanly: a stop was requested, or the time limit is near."""
 
 
 class DeadlineError(RelaxError):
-    """A wait ran past its deadline; the message names the peer, since when, and the log to open."""
+    """A wait timed out. The message names the peer, the time, and the log to read."""
 
 
 class RefusedError(RelaxError):

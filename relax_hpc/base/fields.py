@@ -1,8 +1,8 @@
-"""Fields that a row carries between the roles: each is declared once, here, with who makes it.
+"""Fields that a row carries between the roles. Each is declared here once, with its producer.
 
-The queue's plan, its records, files and exports, the batches of the trainer and of the loss, and
-the table in docs/reference/fields.md derive from this one. A new field is one line in it, and
-whoever makes its values. Those of an engine of one's own are added when a configuration names it.
+The queue's plan, records, files and exports, the batches of the trainer and of the loss, and the
+table in docs/reference/fields.md derive from this table. A new field is one line here, and the code
+that computes its values. Fields of a user's engine are added when a configuration names the engine.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ class FieldSpec:
 
     name: str
     kind: Literal["token", "row", "blob"]
-    """Kind of its values. "token": an array with an entry a token, "row": one number or text,
-    "blob": any value that msgpack can carry."""
+    """Kind of its values. "token": an array with one entry for each token, "row": one number or
+    text, "blob": any value that msgpack can encode."""
     dtype: str
     """Type of its values: numpy's name for numbers, "str" for text, Python's name of a blob."""
     meaning: str
     unit: str = ""
     """Unit of its values; empty: a pure number, or none."""
     by: str = ""
-    """Role that puts it into every row; empty: the queue itself."""
+    """Role that adds it to every row; empty: the queue."""
     tail: tuple[int | None, ...] = ()
-    """Shape of one token's entry in a token field; None: any length, the same in all rows put
-    together."""
+    """Shape of one token's entry in a token field. None: any length, equal in all rows of a
+    batch."""
     pad: float = 0
-    """Value in a batch after the end of a row."""
+    """Value that pads a row in a batch."""
     loss: bool = False
-    """Whether the loss gets it, [rows, tokens, *tail]."""
+    """Whether the loss receives it, as [rows, tokens, *tail]."""
     optional: bool = False
     """Whether a row may lack it."""
 
     @property
     def is_number(self) -> bool:
-        """Whether its values are numbers, which lie in arrays."""
+        """Whether its values are numbers, which arrays can hold."""
         return self.kind == "token" or (self.kind == "row" and self.dtype != "str")
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ _TABLE = (
         "token_versions",
         "token",
         "int32",
-        "encoded version that sampled; 0: nobody did",
+        "encoded version that sampled; 0: not sampled",
         by="rollout",
     ),
     FieldSpec(
@@ -139,7 +139,7 @@ _TABLE = (
         "values",
         "token",
         "float32",
-        "by the critic, of what is before the token",
+        "by the critic, of the tokens before this one",
         by="critic",
         loss=True,
     ),
@@ -147,7 +147,7 @@ _TABLE = (
         "returns",
         "token",
         "float32",
-        "what the critic learns",
+        "targets of the critic",
         by="advantages",
         loss=True,
         optional=True,
@@ -196,31 +196,33 @@ ROUTES = FieldSpec(
     pad=255,
     optional=True,
 )
-"""Field of the routes, in the table of runs whose configuration asks for it, see `declare_fields`:
-others neither make nor look for it."""
+"""Field of the routes. `declare_fields` adds it to the table if the configuration of a run asks for
+it. Other runs neither write nor read it."""
 
 FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}
 """Fields by name, in the order of the table."""
 
 
 def declare_fields(where: str, specs: Iterable[FieldSpec]) -> None:
-    """Add what the engines of a run give of each token beside the usual. ConfigError, which begins
-    with ``where``: a field of that name is another one, or it is none of tokens."""
+    """Add the fields that the engine of a run returns for each token.
+
+    ConfigError, which begins with ``where``: a field is not of kind token, or another field has its
+    name.
+    """
     for spec in specs:
-        mine = replace(spec, by="rollout", optional=True)
-        if mine.kind != "token" or FIELDS.get(mine.name, mine) != mine:
-            known = FIELDS.get(mine.name, mine)
+        new = replace(spec, by="rollout", optional=True)
+        existing = FIELDS.get(new.name, new)
+        if new.kind != "token" or existing != new:
             raise ConfigError(
-                f"{where}: found field {mine.name}, a {mine.kind} of {mine}, allowed: fields of "
-                "kind token, by names "
-                f"that no other field has ({mine.name} is {known} of {known.by or 'the queue'}); "
-                "rename it"
+                f"{where}: found field {new.name}, a {new.kind} of {new}, allowed: fields of kind "
+                f"token, by names that no other field has ({new.name} is {existing} of "
+                f"{existing.by or 'the queue'}); rename it"
             )
-        FIELDS[mine.name] = mine
+        FIELDS[new.name] = new
 
 
 def fields_by(role: str, optional: bool = False) -> tuple[str, ...]:
-    """Names of the fields that ``role`` puts into every row, or that it may put beside those.
+    """Names of the fields that ``role`` adds to every row; ``optional``: that it adds to some rows.
 
     >>> fields_by("actor_fwd"), fields_by("rollout", optional=True)
     (('old_logprobs', 'old_logprob_version'), ('media_tokens', 'environment'))
@@ -231,8 +233,9 @@ def fields_by(role: str, optional: bool = False) -> tuple[str, ...]:
 
 
 def loss_fields() -> tuple[str, ...]:
-    """Names of the fields that the loss gets of a row, beside its mask and the log-probabilities of
-    the trained policy.
+    """Names of the fields of a row that the loss receives.
+
+    It also receives the row's mask and the log-probabilities of the trained policy.
 
     >>> loss_fields()[:4]
     ('rollout_logprobs', 'old_logprobs', 'ref_logprobs', 'teacher_logprobs')
@@ -241,7 +244,7 @@ def loss_fields() -> tuple[str, ...]:
 
 
 def roles_for(fields: Iterable[str]) -> set[str]:
-    """Roles that have to run for rows to have these ``fields``.
+    """Roles that compute these ``fields``.
 
     >>> sorted(roles_for(("reward", "ref_logprobs")))
     ['reference', 'rollout']

@@ -1,7 +1,7 @@
-"""Reading of files that another user may have written: their run, model or data set.
+"""Reading of files that another user may have written: a run, a model or a data set.
 
 Opening a FIFO blocks, a device may never end, and a link may lead to a private file of the reader.
-So only regular files are opened, and only a bounded number of bytes is read.
+Therefore only regular files are opened, and only a bounded number of bytes is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, BinaryIO
 from relax_hpc.base.errors import ConfigError
 
 JSON_BYTES = 16 << 20
-"""Default bound of the bytes of a JSON file. Parsed, it takes up to 20 times as many."""
+"""Default bound of the bytes of a JSON file. The parsed value takes up to 20 times as much
+memory."""
 INDEX_BYTES = 256 << 20
 """Bytes of a JSON file that names all tensors of a model; mixtures of experts have hundreds of
 thousands."""
@@ -47,10 +48,10 @@ class ForeignFileError(OSError):
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, following links. ForeignFileError: it is something else. OSError as of
+    """Open a regular file. Links are followed. ForeignFileError: it has another kind. OSError: see
     `open`."""
-    # Opening a device can have effects, so the kind is checked before; it is checked again because
-    # it may change.
+    # Opening a device can have side effects, so the kind is checked before. It is checked again
+    # after, because the file may have been replaced.
     _check_kind(path, path.stat().st_mode)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -75,7 +76,7 @@ def read_regular(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
 
 
 def read_in_run(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
-    """Bytes of a file in a run directory, see `open_in_run`. Errors: as of `read_regular`."""
+    """Content of a file in a run directory, see `open_in_run` and `read_regular`."""
     check_link(path)
     return read_regular(path, most_bytes)
 
@@ -90,8 +91,7 @@ def read_bounded(file: BinaryIO, path: Path, most_bytes: int) -> bytes:
     """Remaining bytes of ``file``, whose name is ``path``. ForeignFileError: more than
     ``most_bytes``."""
     data = bytearray()
-    # In blocks, because CPython 3.11 allocates the bytes that `read` may return before it reads
-    # any.
+    # In blocks, because CPython 3.11 allocates all bytes that `read` may return before it reads.
     while block := file.read(_BLOCK_BYTES):
         data += block
         if len(data) > most_bytes:
@@ -132,8 +132,8 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
     """JSON value in a regular file.
 
     It is nested at most `MAX_DEPTH` levels deep, so that recursive functions can process it.
-    OSError: see `read_regular`. ValueError: the file is no JSON, is nested deeper, or an object in
-    it has two members of one name.
+    OSError: see `read_regular`. ValueError: the file is not JSON, is nested deeper, or an object in
+    it has two members with the same name.
     """
     value = parse_json(read_regular(path, most_bytes), is_unique=True)
     level = [value]
@@ -145,7 +145,7 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
 
 
 def _containers(values: Iterable[Any]) -> Iterator[dict[str, Any] | list[Any]]:
-    """Objects and lists directly inside of ``values``."""
+    """Objects and lists that are items of ``values``."""
     for value in values:
         items = list(value.values()) if isinstance(value, dict) else value
         if isinstance(items, list):
@@ -153,10 +153,9 @@ def _containers(values: Iterable[Any]) -> Iterator[dict[str, Any] | list[Any]]:
 
 
 def parse_json(text: bytes | str, is_unique: bool = False) -> Any:
-    """JSON value. ValueError: ``text`` is no JSON, or is nested deeper than Python's parser
-    permits.
+    """JSON value. ValueError: ``text`` is not JSON, or nested deeper than Python's parser permits.
 
-    ``is_unique``: refuse objects with two members of one name, too.
+    ``is_unique``: also refuse objects that have two members with the same name.
     """
     try:
         return json.loads(text, object_pairs_hook=unique_members if is_unique else None)
@@ -180,8 +179,7 @@ def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_lines(file: BinaryIO, most_bytes: int = LINE_BYTES) -> Iterator[bytes]:
-    """Lines of ``file`` with their ends. A line of more than ``most_bytes`` is replaced by an empty
-    one."""
+    """Lines of ``file`` with their line ends. A line of more than ``most_bytes`` becomes empty."""
     while line := file.readline(most_bytes):
         if len(line) < most_bytes or line.endswith(b"\n"):
             yield line
@@ -192,11 +190,10 @@ def read_lines(file: BinaryIO, most_bytes: int = LINE_BYTES) -> Iterator[bytes]:
 
 
 def unpack_gzip(data: bytes, path: Path, most_bytes: int) -> bytes:
-    """Content of gzip ``data`` with any number of members. ForeignFileError: it is more than
-    ``most_bytes``.
+    """Content of gzip ``data``, which may have several members.
 
-    ``path``: the name of the file in errors. EOFError: a member is not complete. zlib.error: it is
-    damaged.
+    ``path``: the name of the file in errors. ForeignFileError: the content has more than
+    ``most_bytes``. EOFError: a member is incomplete. zlib.error: a member is damaged.
     """
     blocks, size, remaining = list[bytes](), 0, data
     while remaining:
@@ -217,8 +214,7 @@ def unpack_gzip(data: bytes, path: Path, most_bytes: int) -> bytes:
 
 
 def check_link(path: Path) -> None:
-    """ForeignFileError: ``path`` is a link that leads out of its run directory and out of its
-    parent folder.
+    """Raise ForeignFileError if ``path`` is a link that leaves its run directory and its folder.
 
     The run directory is the nearest parent folder that has a config.yaml. Folders may be links,
     because users keep checkpoints on another file system.

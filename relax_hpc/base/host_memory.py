@@ -1,5 +1,7 @@
-"""Memory of the host for copies to and from a device: exactly as large as asked for, and there
-before it is needed."""
+"""Host memory for copies to and from a device.
+
+It has exactly the requested size, and its pages are allocated before they are used.
+"""
 
 from __future__ import annotations
 
@@ -12,64 +14,67 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_ALIGNED = 64
+_ALIGNMENT_BYTES = 64
 
 
-def allocate_host_memory(size: int, pinned: bool, what: str) -> Tensor:
-    """uint8 [size] whose pages are there already; ``pinned`` for copies that a GPU makes by itself.
-    It stays for the life of the process, or until `unpin_memory`.
+def allocate_host_memory(size: int, pinned: bool, purpose: str) -> Tensor:
+    """uint8 [size] in host memory whose pages are allocated.
 
-    torch's own pinned memory comes in powers of two: up to twice of a state that fills a third of a
-    node. OSError names ``what`` it was for: there is no such memory, or it cannot be pinned.
+    ``pinned``: a GPU can copy it asynchronously. The memory stays for the life of the process, or
+    until `unpin_memory`. OSError, with ``purpose``: there is not enough memory, or it cannot be
+    pinned.
     """
     import torch
 
+    # Not torch's own pinned memory: its allocator rounds up to powers of two, which can double a
+    # state that fills a third of a node.
     try:
         pages = mmap.mmap(
             -1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         )
     except OSError as error:
         raise OSError(
-            error.errno, f"{what}: {size} bytes of host memory are not to be had: {error.strerror}"
+            error.errno,
+            f"{purpose}: {size} bytes of host memory cannot be allocated: {error.strerror}",
         ) from error
-    room = torch.frombuffer(pages, dtype=torch.uint8)[:size]
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)[:size]
     if pinned:
-        pin_memory(room, what)
-    return room
+        pin_memory(buffer, purpose)
+    return buffer
 
 
 def allocate_host_tensors(
-    tensors: Sequence[Tensor], pinned: bool, what: str, dtype: torch.dtype | None = None
+    tensors: Sequence[Tensor], pinned: bool, purpose: str, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Zeros of the shapes of ``tensors``, and of their types unless ``dtype`` is given, in one
-    `allocate_host_memory`."""
-    kinds = [dtype or one.dtype for one in tensors]
-    sizes = [one.numel() * kind.itemsize for one, kind in zip(tensors, kinds, strict=True)]
-    ends = list(
-        itertools.accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
-    )
-    room = allocate_host_memory(ends[-1], pinned, what)
-    parts = [room[at : at + size] for at, size in zip(ends, sizes, strict=False)]
-    return [
-        part.view(kind).view(one.shape)
-        for part, kind, one in zip(parts, kinds, tensors, strict=True)
-    ]
+    """Zeros with the shapes of ``tensors``, in one piece of memory, see `allocate_host_memory`.
+
+    ``dtype``: the type of all of them; None: the types of ``tensors``.
+    """
+    dtypes = [dtype or tensor.dtype for tensor in tensors]
+    sizes = [tensor.numel() * kind.itemsize for tensor, kind in zip(tensors, dtypes, strict=True)]
+    aligned_sizes = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+    starts = list(itertools.accumulate(aligned_sizes, initial=0))
+    buffer = allocate_host_memory(starts.pop(), pinned, purpose)
+    copies = []
+    for tensor, kind, start, size in zip(tensors, dtypes, starts, sizes, strict=True):
+        copies.append(buffer[start : start + size].view(kind).view(tensor.shape))
+    return copies
 
 
-def pin_memory(room: Tensor, what: str) -> None:
-    """Let a GPU copy to and from ``room`` beside all else. OSError names ``what`` it is for."""
+def pin_memory(buffer: Tensor, purpose: str) -> None:
+    """Let a GPU copy to and from ``buffer`` asynchronously. OSError, with ``purpose``: refused."""
     import torch
 
-    error = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.nbytes, 0)
+    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
     if error.value:
         raise OSError(
-            f"{what}: {room.nbytes} bytes cannot be pinned ({error}); raise the limit of locked "
-            "memory"
+            f"{purpose}: {buffer.nbytes} bytes cannot be pinned ({error}); raise the limit of "
+            "locked memory"
         )
 
 
-def unpin_memory(room: Tensor) -> None:
-    """Unpin the memory of ``room``, before it may go."""
+def unpin_memory(buffer: Tensor) -> None:
+    """Unpin the memory of ``buffer``. It must be called before the memory is freed."""
     import torch
 
-    torch.cuda.cudart().cudaHostUnregister(room.data_ptr())
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

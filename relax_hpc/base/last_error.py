@@ -1,4 +1,4 @@
-"""The error that ended a program, found in its log: the last line of its last traceback."""
+"""The error that ended a program, read from its log: the last line of its last traceback."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _OTHER_ENDS = re.compile(
     r"(?:^|\s)(what\(\): .+|Fatal Python error: .+|error while loading shared libraries: .+"
     r"|(?:Syntax|Indentation)Error: .+)"
 )
-"""Last messages of C++ programs, of the interpreter, and of the dynamic loader. A syntax error of
-the main program has no traceback."""
+"""Last messages of C++ programs, of the interpreter, and of the dynamic loader. A syntax error in
+the main program has no traceback either."""
 _CONSEQUENCES = (
     "EOFError",
     "KeyboardInterrupt",
@@ -39,7 +39,7 @@ _TRANSIENT = re.compile(
     r"|temporarily unavailable|stale file handle|input/output error|no space left|quota exceeded"
     r"|too many open files|host is unreachable|name resolution"
 )
-"""Words of errors that another process, the network or a disk has caused, and that may pass."""
+"""Texts of errors that another process, the network or a disk causes, and that may be temporary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class LastError:
 
 
 def is_temporary(text: str) -> bool:
-    """Whether the error ``text`` may not come again, although nothing was changed.
+    """Whether the error ``text`` may disappear without any change by the user.
 
     >>> is_temporary("OSError: [Errno 98] Address already in use")
     True
@@ -88,10 +88,10 @@ def _read_end(log: Path, start: int, max_bytes: int) -> str:
 
 
 def find_last_error(text: str) -> LastError:
-    """The error that the program has ended with which printed ``text``.
+    """The error that ended the program that has printed ``text``.
 
-    Of several tracebacks the last one counts whose exception is not a consequence of another
-    process's end.
+    If there are several tracebacks, it is the last one whose exception is not a consequence of the
+    end of another process.
 
     >>> find_last_error('[12:00] Traceback (most recent call last):\\n  File "a.py", line 1\\n'
     ...     'ValueError: too small\\nReceived sigquit from a child process.').text
@@ -117,7 +117,8 @@ def _error_behind(lines: list[str], start: int) -> LastError:
     files = list[str]()
     for number in range(start + 1, len(lines)):
         if _TRACEBACK in lines[number]:
-            # Its error is found from there. A search to the end would take quadratic time.
+            # The caller searches the next traceback itself. A search to the end from each of them
+            # would take quadratic time.
             break
         line = _GROUP_MARGIN.sub("", lines[number], count=1) if in_group else lines[number]
         if frame := _FRAME.match(line):
@@ -132,7 +133,7 @@ def _error_behind(lines: list[str], start: int) -> LastError:
 
 
 def _with_continuation(lines: list[str], number: int, line: str) -> str:
-    """The text of an exception that ends with a colon has its content in the next line."""
+    """``line``, with the next line if it ends with a colon: the text then continues there."""
     if line.endswith(":") and number + 1 < len(lines):
         return f"{line} {lines[number + 1].strip()}"
     return line
@@ -143,8 +144,9 @@ def _one_line(text: str) -> str:
 
 
 def mask_numbers(text: str) -> str:
-    """``text`` with each number replaced: two errors that differ by sizes, ports or folders of
-    incarnations alone are the same.
+    """``text`` with each number replaced by `#`.
+
+    Errors that differ only in sizes, ports or folders of incarnations then compare equal.
 
     >>> mask_numbers("needs 0.146 of /logs/inc-000003")
     'needs # of /logs/inc-#'

@@ -1,5 +1,4 @@
-"""Folders on a node's own disk, for this user alone: caches that its processes share, and scratch
-of one process."""
+"""Private folders on a node's own disk: caches of all processes, and scratch of one process."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from relax_hpc.base.rundir import private_folder
 LOCAL_DIR = "RELAX_LOCAL_DIR"
 """Environment variable: the user's folder on this node's own disk, for caches and copies."""
 BATCH_TMPDIR = "RELAX_TMPDIR"
-"""Environment variable: what TMPDIR was where the batch script ran, which LOCAL_DIR and the caches
-were made from."""
+"""Environment variable: TMPDIR of the node of the batch script. LOCAL_DIR and the caches are below
+it."""
 COMPILED = {
     "XDG_CACHE_HOME": "cache",
     "TRITON_CACHE_DIR": "triton",
@@ -32,50 +31,51 @@ COMPILED = {
     "CUTE_DSL_CACHE_DIR": "cute",
     "SGLANG_CACHE_DIR": "sglang",
 }
-"""Environment variables of libraries that compile for minutes -> folders below LOCAL_DIR where they
-find that again."""
+"""Environment variable of a library that compiles for minutes -> folder below LOCAL_DIR of its
+cache."""
 CACHES = COMPILED | {"HF_HOME": "huggingface"}
 _SCRATCH = re.compile(r"scratch-([0-9a-f]{4})([0-9a-f]{4})([0-9a-f]{5})-(\d+)-.+")
-"""Name of a scratch folder: marks of the host, of its boot, and of the namespace of the owner's
-process id; the id."""
+"""Name of a scratch folder: marks of the host, of its boot and of the pid namespace of the owner,
+then the pid of the owner."""
 _OUTSIDE = ".outside"
-_SHORT = 55
-"""Longest path of the folder that scratch lies in: the path of a unix socket in it may have 107
-bytes."""
+"""File of a scratch folder that lists the paths of `Scratch.remove_on_close`."""
+_MAX_PATH_CHARS = 55
+"""Characters of the path of the folder that has scratch folders, at most. Linux limits the path of
+a unix socket, which may be in a scratch folder, to 107 bytes."""
 
 
 def use_folders_of_this_node(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Put this node's TMPDIR in the place of the batch node's, in LOCAL_DIR and all that lies below
-    it.
+    """Replace the batch node's TMPDIR by this node's, in LOCAL_DIR and in all paths below it.
 
-    Where each job has a folder of its own, the other components' nodes have others, and what was
-    inherited is not there: then /tmp is taken.
+    A site may create a TMPDIR for each job and node. The path that this process has inherited then
+    does not exist on other nodes; if TMPDIR is not writable here, it becomes /tmp.
     """
-    former, local = environment.pop(BATCH_TMPDIR, ""), environment.get(LOCAL_DIR, "")
-    if not former:
+    batch_folder, local = environment.pop(BATCH_TMPDIR, ""), environment.get(LOCAL_DIR, "")
+    if not batch_folder:
         return
-    here = environment.get("TMPDIR", "")
-    if not os.access(here, os.W_OK | os.X_OK):
-        here = environment["TMPDIR"] = "/tmp"
-    if not local.startswith(f"{former}/"):
-        # The site's own environment names another place.
+    folder = environment.get("TMPDIR", "")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        folder = environment["TMPDIR"] = "/tmp"
+    if not local.startswith(f"{batch_folder}/"):
+        # The site's environment sets LOCAL_DIR to another folder.
         return
     for name, value in environment.items():
         if value == local or value.startswith(f"{local}/"):
-            environment[name] = here + value.removeprefix(former)
+            environment[name] = folder + value.removeprefix(batch_folder)
 
 
 def local_folder() -> Path:
-    """The folder of LOCAL_DIR, or one below the temporary folder; ConfigError unless it is this
-    user's alone."""
+    """Folder LOCAL_DIR, or one below the temporary folder. ConfigError: others can write to it."""
     return private_folder(
         Path(os.environ.get(LOCAL_DIR) or f"{tempfile.gettempdir()}/relax-{os.getuid()}")
     )
 
 
 def compile_caches() -> dict[str, str]:
-    """Folders of caches in COMPILED that nobody has chosen: others could put code into one in a
-    shared /tmp."""
+    """Values of the variables in COMPILED that the environment does not set.
+
+    Without them, libraries would use folders in a shared /tmp, where other users could put code.
+    """
     folder = local_folder()
     return {
         name: str(private_folder(folder / cache))
@@ -85,8 +85,9 @@ def compile_caches() -> dict[str, str]:
 
 
 class Scratch:
-    """A folder of this process, gone with `close`; one whose process was killed goes when the next
-    one is made.
+    """A folder of this process, which `close` removes.
+
+    If a process was killed, the next process that creates a scratch folder removes its folder.
 
     >>> with Scratch() as scratch:
     ...     characters = (scratch.path / "key").write_text("...")
@@ -94,15 +95,15 @@ class Scratch:
 
     def __init__(self) -> None:
         folder = local_folder()
-        if len(str(folder)) > _SHORT:
+        if len(str(folder)) > _MAX_PATH_CHARS:
             folder = private_folder(Path("/tmp") / f"relax-{os.getuid()}")
         remove_orphaned_scratch(folder)
         self.path = Path(
-            tempfile.mkdtemp(dir=folder, prefix=f"scratch-{''.join(_here())}-{os.getpid()}-")
+            tempfile.mkdtemp(dir=folder, prefix=f"scratch-{''.join(_marks())}-{os.getpid()}-")
         )
 
     def remove_on_close(self, path: Path) -> None:
-        """Remove ``path``, a file elsewhere, with the folder."""
+        """Remove ``path``, a file outside of the folder, together with the folder."""
         self.write(_OUTSIDE, f"{path}\n")
 
     def write(self, name: str, text: str) -> Path:
@@ -125,31 +126,31 @@ class Scratch:
 
 def remove_orphaned_scratch(folder: Path) -> None:
     """Remove scratch in ``folder`` whose process has ended."""
-    here = _here()
+    host, boot, namespace = _marks()
     for path in folder.iterdir():
         match = _SCRATCH.fullmatch(path.name)
-        # Of another host that sees the folder too nothing is known here.
-        if not match or match[1] != here[0]:
+        # Processes of another host that shares the folder cannot be checked.
+        if not match or match[1] != host:
             continue
-        if match[2] != here[1]:
-            # What it had in memory went with that boot; the names may be somebody else's now.
+        if match[2] != boot:
+            # Files in memory are lost in a reboot; others may have created files of their names.
             shutil.rmtree(path, ignore_errors=True)
-        # A container may have processes of its own, which cannot be seen here.
-        elif match[3] == here[2] and not psutil.pid_exists(int(match[4])):
+        # Processes of another pid namespace, such as of a container, cannot be checked either.
+        elif match[3] == namespace and not psutil.pid_exists(int(match[4])):
             _remove(path)
 
 
-def _here() -> tuple[str, str, str]:
-    """Marks of this host, of its boot, and of what the ids of processes are unique in."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    host, booted = (
-        hashlib.sha256(one.encode()).hexdigest()[:4] for one in (os.uname().nodename, boot)
+def _marks() -> tuple[str, str, str]:
+    """Marks of this host, of its boot, and of the pid namespace of this process."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+    host, boot = (
+        hashlib.sha256(text.encode()).hexdigest()[:4] for text in (os.uname().nodename, boot_id)
     )
-    return host, booted, f"{Path('/proc/self/ns/pid').stat().st_ino & 0xFFFFF:05x}"
+    return host, boot, f"{Path('/proc/self/ns/pid').stat().st_ino & 0xFFFFF:05x}"
 
 
 def _remove(scratch: Path) -> None:
-    # Another process may be at it as well, and what was killed may be writing its last.
+    # Another process may remove it too, and children of the killed process may still write.
     with contextlib.suppress(OSError):
         for path in (scratch / _OUTSIDE).read_text().splitlines():
             Path(path).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Shared memory of libraries whose processes were killed before they removed it.
 
-MPICH 4.3 and SGLang 0.5 create files in /dev/shm that only their own orderly end unlinks. Each kill
-during a start leaves some, so that a crash loop fills the memory of the node.
+MPICH 4.3 and SGLang 0.5 create files in /dev/shm that they remove only when they end cleanly. Each
+kill during a start leaves some files, so that a crash loop fills the memory of the node.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from relax_hpc.base.processes import all_processes
 
 MEMORY = Path("/dev/shm")
 _NAMES = ("mpich_shm_", "sglang_loads_")
-"""Beginnings of names whose makers keep the file open, or mapped, for as long as they need it."""
+"""Prefixes of the names. Their owners keep each file open or mapped for as long as they need it."""
 
 
 def sweep_orphaned_memory() -> None:
-    """Remove such files of this user that no process has open or mapped."""
+    """Remove the files of this user that no process has open or mapped."""
     orphans = _own_files()
     if not orphans:
-        # A look at all processes takes milliseconds.
+        # The check of all processes takes milliseconds, so it is skipped if it is not needed.
         return
     for process in all_processes():
         orphans -= _used_files(process.pid)
@@ -40,8 +40,7 @@ def _own_files() -> set[Path]:
 
 
 def _used_files(pid: int) -> set[Path]:
-    """Files in `MEMORY` that a process has open or mapped; those of other users' processes cannot
-    be read."""
+    """Files in `MEMORY` that a process has open or mapped. Empty: it is another user's process."""
     used: set[Path] = set()
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():

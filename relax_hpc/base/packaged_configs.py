@@ -27,8 +27,10 @@ def configs_folder() -> Path:
 def packaged_configs() -> dict[str, Path]:
     """Path of each packaged configuration file by its short name."""
     folder = configs_folder()
-    paths = [path for name in _FOLDERS for path in sorted((folder / name).glob("*.yaml"))]
-    return {path.stem: path for path in paths}
+    paths: dict[str, Path] = {}
+    for name in _FOLDERS:
+        paths |= {path.stem: path for path in sorted((folder / name).glob("*.yaml"))}
+    return paths
 
 
 def find_config(name: str | Path) -> Path:

@@ -11,32 +11,35 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HANDS = 2
+_THREADS = 2
 
 
 class Copier:
-    """Threads that copy, each a share of the bytes: one alone does not use all of the memory's
-    speed."""
+    """Threads that each copy a share of the bytes. One thread does not use the whole memory
+    bandwidth."""
 
-    def __init__(self, name: str, hands: int = _HANDS) -> None:
-        """``name``: name of the threads; ``hands``: their number."""
-        self._pool, self._hands = ThreadPoolExecutor(hands, name), hands
+    def __init__(self, name: str, threads: int = _THREADS) -> None:
+        """``name``: name of the threads; ``threads``: their number."""
+        self._pool, self._threads = ThreadPoolExecutor(threads, name), threads
 
-    def copy(self, sources: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
-        """Copy each of ``sources``, in any strides, to its room of the same type: contiguous, or of
-        its shape."""
-        shares: list[list[int]] = [[] for _ in range(self._hands)]
-        loads = [0] * self._hands
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy each of ``sources`` to its target.
+
+        A target has the type of its source, and is contiguous or has the same shape. Sources may
+        have any strides.
+        """
+        shares: list[list[int]] = [[] for _ in range(self._threads)]
+        loads = [0] * self._threads
         for index in sorted(range(len(sources)), key=lambda index: -sources[index].nbytes):
-            least = loads.index(min(loads))
-            shares[least].append(index)
-            loads[least] += sources[index].nbytes
+            lightest = loads.index(min(loads))
+            shares[lightest].append(index)
+            loads[lightest] += sources[index].nbytes
 
         def copy_share(share: list[int]) -> None:
             for index in share:
                 source = _numbers(sources[index])
-                # Half as long again by torch, which writes through the cache.
-                np.copyto(_numbers(rooms[index]).reshape(source.shape), source)
+                # torch takes 1.5 times as long, because it writes through the cache.
+                np.copyto(_numbers(targets[index]).reshape(source.shape), source)
 
         list(self._pool.map(copy_share, shares))
 
@@ -46,7 +49,7 @@ class Copier:
 
 
 class _Memory:
-    """Tensor as numpy's array interface describes it."""
+    """A tensor with numpy's array interface."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -61,6 +64,6 @@ class _Memory:
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:
-    """The same memory as integers; numpy knows no bfloat16. What it got by torch's own way torch
-    would never let go."""
+    """The memory of ``tensor`` as integers, because numpy has no bfloat16."""
+    # Not `Tensor.numpy()`: torch would keep the memory of the tensor for ever.
     return np.asarray(_Memory(tensor))

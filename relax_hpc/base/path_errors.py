@@ -1,4 +1,4 @@
-"""Errors of the operating system about a path, as one sentence for the user of a command."""
+"""Errors of the operating system about a path, explained in one sentence for users."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SENTENCES = {
 
 
 def explain_path_error(error: OSError) -> str:
-    """Sentence with the path, the cause and the cure; empty if ``error`` names no path or is of
-    another kind."""
+    """Sentence with the path, the cause and the remedy. Empty: ``error`` has no path, or another
+    kind."""
     if not isinstance(error.filename, str | bytes | os.PathLike):
         return ""
     path = Path(os.fsdecode(error.filename))
@@ -34,15 +34,13 @@ def explain_path_error(error: OSError) -> str:
 
 
 def exit_code_of(error: OSError) -> int:
-    """Exit code of a command that ``error`` ends: to try again can help where a file server is
-    ill."""
+    """Exit code of a command that ``error`` ends. A retry can help if a file server has failed."""
     return EXIT_RETRY if error.errno == errno.ESTALE else EXIT_CONFIG
 
 
 def check_may_change(folder: Path) -> None:
-    """PermissionError if ``folder`` is another user's, before anything is begun that has to write
-    to it."""
-    # A file system that is mounted read-only says so itself, and waits help there.
+    """Raise PermissionError if this user may not write to ``folder``."""
+    # If the file system is mounted read-only, a write fails with EROFS, which is waited for.
     read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
     if not read_only and not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
@@ -59,7 +57,7 @@ def _describe_denial(path: Path) -> str:
 
 
 def _reached(path: Path) -> Path:
-    """``path``, or the first folder above it that this user can see."""
+    """``path``, or its nearest parent folder that this user can access."""
     for folder in (path, *path.absolute().parents):
         try:
             folder.stat()

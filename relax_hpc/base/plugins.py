@@ -1,4 +1,4 @@
-"""Functions that a configuration names: built in, or imported from a user's module."""
+"""Functions and classes that a configuration names: built in, or of a user's module."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _OURS = frozenset(RENAMED["task"].values())
 """Import paths of this package, which `refuse_imports` does not refuse: no file of the user is
 imported."""
 _warned: set[str] = set()
-"""Old names about which this process has printed a warning."""
+"""Old names for which this process has printed a warning."""
 
 
 @contextlib.contextmanager
 def refuse_imports() -> Iterator[None]:
     """Refuse, within the block, to import modules that a configuration names.
 
-    Commands that only read a run use it: the run may be somebody else's, and its module would run
-    as their user.
+    Commands that only read a run use it. The run may belong to another user, whose module would
+    otherwise run with the rights of the reader.
     """
     global _imports
     before, _imports = _imports, False
@@ -57,17 +57,17 @@ def refuse_imports() -> Iterator[None]:
 
 
 def imports_allowed() -> bool:
-    """Whether modules that a configuration names are imported here, see `refuse_imports`."""
+    """Whether this process may import modules that a configuration names, see `refuse_imports`."""
     return _imports
 
 
-def load_plugin(kind: str, name: str, known: Mapping[str, F | str]) -> F:
-    """The function called ``name``: one of ``known``, which may say where it lies, or imported from
-    `package.module:function`.
+def load_plugin(kind: str, name: str, builtin: Mapping[str, F | str]) -> F:
+    """The function called ``name``: a built-in one, or one imported from `package.module:function`.
 
-    ConfigError if there is none; it begins with ``kind``, which says what the function is for.
+    ``kind``: key of the configuration, for messages. ``builtin``: functions by name, or their
+    import paths. ConfigError, which begins with ``kind``: there is no such function.
     """
-    if name not in known:
+    if name not in builtin:
         name = current_name(kind, name)
     if ":" in name:
         if not (_imports or name in _OURS):
@@ -75,15 +75,15 @@ def load_plugin(kind: str, name: str, known: Mapping[str, F | str]) -> F:
                 f"{kind}: {name!r}: this command imports no module that a configuration names"
             )
         return _imported(kind, name)
-    if name in known:
-        found = known[name]
-        return _imported(kind, found) if isinstance(found, str) else found
+    if name in builtin:
+        function = builtin[name]
+        return _imported(kind, function) if isinstance(function, str) else function
     if name.endswith(".py"):
         raise ConfigError(f"{kind}: {name!r}: {_not_a_file(name, '')}")
     renamed = RENAMED.get(kind, {})
-    near = difflib.get_close_matches(name, [*known, *renamed], n=1)
+    near = difflib.get_close_matches(name, [*builtin, *renamed], n=1)
     hint = f"did you mean {renamed.get(near[0], near[0])!r}?" if near else _own_name(name)
-    allowed = ", ".join(known) or "package.module:function"
+    allowed = ", ".join(builtin) or "package.module:function"
     raise ConfigError(f"{kind}: found {name!r}, allowed {allowed}; {hint}")
 
 
@@ -111,7 +111,7 @@ def current_name(kind: str, name: str) -> str:
 
 
 def _own_name(name: str) -> str:
-    """Form of the name of a user's own function, which ``name`` may be meant to be."""
+    """Advice how to name a user's function, which ``name`` may be meant to be."""
     module, dot, function = name.rpartition(".")
     if not dot:
         return "write package.module:function for your own"
@@ -148,7 +148,7 @@ def _imported(kind: str, name: str) -> Any:
 
 
 def _not_a_file(path: str, attribute: str) -> str:
-    """Advice for a path of a file, which other trainers take."""
+    """Advice for the path of a file, which other trainers accept."""
     file = Path(path)
     folder = file.parent.absolute()
     return (

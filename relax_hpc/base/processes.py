@@ -1,4 +1,4 @@
-"""Processes of this machine, as they are now."""
+"""The present processes of this machine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import psutil
 
 
 def all_processes() -> Iterator[psutil.Process]:
-    """Every process that is there, by pid.
+    """All processes, by pid.
 
-    psutil keeps handles from one look to the next, and one of a pid that has been given to another
-    process since then refuses to send it a signal: who means to end what it finds has to look anew.
+    psutil keeps process objects between two calls of `process_iter`. If a pid was reused, the old
+    object refuses to send a signal. The cache is cleared, so that callers can end any process.
     """
     psutil.process_iter.cache_clear()
     return psutil.process_iter()

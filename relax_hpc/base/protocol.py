@@ -1,8 +1,8 @@
-"""Numbers that the processes of one run must agree on; they rise when what they stand for changes.
+"""Version numbers of the protocol between groups and of the format of a run directory.
 
-Groups are replaced one by one while the others go on, also by newer code (`relax-hpc resubmit
---code`): that works between codes of one protocol, and a run directory is gone on with by code of
-its format alone.
+Each number increases when its subject changes. `relax-hpc resubmit --code` replaces the code of one
+group while the other groups continue, which works only between versions of the code with the same
+protocol. A run directory can be resumed only by code with the same format.
 """
 
 from __future__ import annotations
@@ -11,36 +11,39 @@ import ast
 from pathlib import Path
 
 PROTOCOL = 8
-"""Protocol of groups with each other: requests and answers, rows, manifests, and the files by which
-they meet."""
+"""Protocol between groups: requests and answers, rows, manifests, and the files in the rendezvous
+folders."""
 RUN_FORMAT = 3
 """Format of a run directory: its names, its journal, and the rows in its shards."""
 
 
 def read_protocol(code: Path) -> int | None:
-    """The protocol of the package relax_hpc below ``code``, read and not run; None if there is none
-    that says it."""
+    """Protocol of the package relax_hpc below ``code``. The code is parsed, not run.
+
+    None: there is no such package, or it does not define its protocol.
+    """
     try:
         tree = ast.parse((code / "relax_hpc" / "base" / Path(__file__).name).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
     for node in tree.body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [
-            "PROTOCOL"
-        ]:
-            return node.value.value if isinstance(node.value, ast.Constant) else None
+        if not isinstance(node, ast.Assign):
+            continue
+        if [ast.unparse(target) for target in node.targets] != ["PROTOCOL"]:
+            continue
+        value = node.value.value if isinstance(node.value, ast.Constant) else None
+        return value if isinstance(value, int) else None
     return None
 
 
 def describe_protocol_mismatch(code: Path) -> str:
-    """Reason why groups of this code's protocol cannot work with the package below ``code``; empty
-    if they can."""
-    found = read_protocol(code)
-    if found == PROTOCOL:
+    """Reason why this code's groups cannot work with the package below ``code``; empty: they
+    can."""
+    protocol = read_protocol(code)
+    if protocol == PROTOCOL:
         return ""
-    what = (
-        "no package relax_hpc that names its protocol"
-        if found is None
-        else f"code of protocol {found}"
-    )
-    return f"found {what} in {code}, allowed: protocol {PROTOCOL}, that of the other groups"
+    if protocol is None:
+        description = "no package relax_hpc that names its protocol"
+    else:
+        description = f"code of protocol {protocol}"
+    return f"found {description} in {code}, allowed: protocol {PROTOCOL}, that of the other groups"

@@ -1,5 +1,7 @@
-"""Settings of the rewards that are built in: the section `reward` of a configuration, which reward
-workers have without the rest of it."""
+"""Settings of the built-in rewards: the section `reward` of a configuration.
+
+Reward workers receive only this section.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ from relax_hpc.base.settings import bounded
 
 T = TypeVar("T")
 MATH_LIMIT_S = 5.0
-"""Seconds in which Math-Verify may judge one response, or read a right answer."""
+"""Seconds for Math-Verify to judge one response, or to parse a reference answer, at most."""
 MATH_GROUP_LIMIT_S = 30.0
-"""Seconds for all responses of a prompt group; each may use an equal share of the remaining
+"""Seconds for all responses of a prompt group. Each may use an equal share of the remaining
 time."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ByRowSettings:
-    """Reward `by_row`: a prompt's own line says which reward it has."""
+    """Reward `by_row`: a column of a prompt's line names its reward."""
 
     column: str = "reward"
     """Column of the prompt's line whose value is a key of `rewards`."""
@@ -34,85 +36,86 @@ class FormatSettings:
     """Reward `format`."""
 
     pattern: str = r"<think>.+?</think>\s*<answer>.+?</answer>"
-    """Regular expression of Python's that the whole response has to match; `.` is any character,
-    new lines too. A tag of it, such as `<think>`, may stand in a response as often as in the
-    expression. A tag at the end of the prompt that opens a thought counts as the response's."""
+    """Python regular expression that the whole response must match; `.` also matches a new line. A
+    tag such as `<think>` may occur in a response as often as in the expression. A tag at the end of
+    the prompt that opens a thought counts as part of the response."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CodeSettings:
-    """Reward `code`: what a program that the policy has written may do."""
+    """Reward `code`: limits of a program that the policy has written."""
 
     timeout_s: float = bounded(5.0, 0.1)
-    """Seconds by the clock for all tests of a response together."""
+    """Seconds of wall time for all tests of a response together."""
     memory_mb: int = bounded(1024, 64)
-    """Megabytes of address space of each of its processes. All of them together may have as much
-    memory, and twice disk_mb."""
+    """Megabytes of address space of each process of the program. All its processes together may use
+    this much memory, plus twice disk_mb."""
     disk_mb: int = bounded(64, 1)
-    """Megabytes of all files that it writes, which are in memory, and of what it prints to each
-    test."""
+    """Megabytes of all files that the program writes, which are in memory, and of its output in
+    each test."""
     processes: int = bounded(16, 1)
-    """Processes and threads that it may have at a time."""
+    """Number of processes and threads of the program at a time."""
     same_process: bool = False
-    """Run tests written in Python in the process of the program, after it. A program can forge
-    their result there: a policy that finds out gets rewards for nothing. Only for tests that need
-    more of the program than plain data."""
+    """Run tests written in Python in the process of the program, after the program. A program can
+    then forge their result, and a policy that learns this gets rewards for wrong programs. Only for
+    tests that need more from the program than plain data."""
     share: bool = False
-    """Give the share of the tests that pass. False: 1 if all do, else 0, and the others are not
-    run."""
+    """The reward is the share of the tests that pass. False: it is 1 if all tests pass, else 0, and
+    the first failure ends the tests."""
     python: str = ""
-    """Interpreter that runs it; empty: the one of the role, with its packages."""
+    """Python interpreter that runs the program; empty: the one of the role, with its packages."""
     image: str = ""
-    """Apptainer image to run it in, without a network and the user's folders; empty: in namespaces
-    of our own."""
+    """Apptainer image in which the program runs, without network and without the user's folders.
+    Empty: it runs in namespaces that the role creates."""
     apptainer: str = "apptainer"
     """Program that starts a container: a name on PATH, such as `singularity`, or a path."""
     weak: bool = False
-    """Run it where the system gives neither user nor network namespaces: it then reads the user's
-    files and reaches the network, and what it starts may outlive it. False: such a node is
+    """Allow nodes without user namespaces and network namespaces. A program there can read the
+    user's files and use the network, and its child processes may outlive it. False: such a node is
     refused."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ServiceSettings:
-    """Settings of a service that is asked over HTTP."""
+    """Settings of an HTTP service."""
 
     url: str = ""
-    """Address to which requests are posted."""
+    """URL to which requests are posted."""
     timeout_s: float = bounded(20.0, 0.1)
     """Seconds for one request."""
     retries: int = bounded(3, 0)
-    """Times that a request is sent again which got no answer, or 408, 425, 429 or 5xx, after 0.5 s,
-    then 1 s, 2 s ...; `rollout.reward_timeout_s` bounds all of them."""
+    """Times that a request is repeated after no answer, or status 408, 425, 429 or 5xx. The pauses
+    are 0.5 s, 1 s, 2 s ...; `rollout.reward_timeout_s` bounds the sum of all attempts."""
     in_flight: int = bounded(64, 1)
-    """Requests of a process of the role at a time; the others wait."""
+    """Concurrent requests of a process of the role; further requests wait."""
     token_file: str = ""
-    """File whose text goes with every request as `Authorization: Bearer ...`; empty: none does."""
+    """File with the token that every request sends as `Authorization: Bearer ...`; empty: no
+    token."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RemoteSettings(ServiceSettings):
-    """Reward `remote`: a service that gives rewards.
+    """Reward `remote`: a service that computes rewards.
 
-    It gets prompt groups, {"samples": [{"prompt", "answer", "response_text", "finish_reason",
+    It receives prompt groups, {"samples": [{"prompt", "answer", "response_text", "finish_reason",
     "metadata", "rows", "turns", "environment"}, ...]}, and answers {"scores": [...]}, one number or
-    mapping a sample, as of a reward.
+    mapping for each sample, as a reward returns it.
     """
 
 
 @dataclass(kw_only=True, slots=True)
 class JudgeSettings(ServiceSettings):
-    """Reward `judge`: a model that says how good a response is, behind an address as OpenAI's."""
+    """Reward `judge`: a model that scores responses, with an API like OpenAI's."""
 
     url: str = ""
-    """Address of chat completions, such as `http://node:30000/v1/chat/completions` of
-    `sglang.launch_server`. Empty: the servers of a group with role genrm are asked."""
+    """URL of chat completions, such as `http://node:30000/v1/chat/completions` of
+    `sglang.launch_server`. Empty: requests go to the servers of a group with role genrm."""
     endpoints: str = ""
-    """Folder in which servers of a role genrm say where they are: `rendezvous/genrm` of another
-    run, whose judge is asked then. Empty: that of the run's own group."""
+    """Folder with the addresses of the servers of role genrm: `rendezvous/genrm` of another run,
+    whose servers then receive the requests. Empty: the folder of this run's group."""
     away_s: float = bounded(0.0, 0.0)
-    """Seconds for which a prompt group waits for servers of a role genrm that are not there; no
-    other clock counts them. Then it fails as `reward_away`. 0: as long as a group is waited for,
+    """Seconds for which a prompt group waits while no server of role genrm is available. No other
+    timeout counts them. Then it fails as `reward_away`. 0: as long as the run waits for a group,
     `liveness.longest_wait_s`."""
     model: str = "default"
     """Name of the model in requests."""
@@ -121,24 +124,25 @@ class JudgeSettings(ServiceSettings):
         "judged:\n{response}\n\n"
         "Is the response right? Give a last line `Score: 1` if it is, or `Score: 0`."
     )
-    """Question to the judge, with `{prompt}`, `{answer}` and `{response}` filled in."""
+    """Question to the judge. `{prompt}`, `{answer}` and `{response}` are replaced by their
+    values."""
     score: str = r"(?i)score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)(?![.,]?\d)(?!\s*(?:-|to|or)\s*-?\d)"
-    """Regular expression whose first group is the score; its last match in the judge's answer
-    counts, thoughts left out. An answer without a score, or one that was cut off, is the judge's
-    failure, and not the response's: the prompt group is drawn again."""
+    """Regular expression whose first group is the score. The last match in the judge's answer
+    counts, outside of thoughts. If an answer has no score or was cut off, the judge has failed, and
+    the prompt group is generated again."""
     scale: float = 1.0
     """Factor by which a score becomes the reward."""
     max_new_tokens: int = bounded(1024, 1)
-    """Tokens of the judge's answer."""
+    """Tokens of the judge's answer, at most."""
     temperature: float = bounded(0.0, 0.0)
 
 
 @dataclass(kw_only=True, slots=True)
 class RewardSettings:
-    """Rewards that are built in, beside their names in rollout.reward and eval.reward."""
+    """Settings of the built-in rewards, which `rollout.reward` and `eval.reward` name."""
 
     weighted: dict[str, float] = field(default_factory=dict)
-    """Reward `weighted`: name of a reward -> its weight in the sum. What each gives is a
+    """Reward `weighted`: name of a reward -> its weight in the sum. The value of each is a
     component."""
     by_row: ByRowSettings = field(default_factory=ByRowSettings)
     format: FormatSettings = field(default_factory=FormatSettings)
@@ -148,17 +152,16 @@ class RewardSettings:
 
 
 def rebuild_settings(kind: type[T], tree: Mapping[str, Any]) -> T:
-    """Rebuild the dataclass ``kind`` that `dataclasses.asdict` has made ``tree`` of.
+    """The dataclass ``kind`` from ``tree``, which `dataclasses.asdict` returned.
 
     >>> rebuild_settings(RewardSettings, dataclasses.asdict(RewardSettings())) == RewardSettings()
     True
     """
     hints = get_type_hints(kind)
-    return kind(
-        **{
-            name: rebuild_settings(hints[name], value)
-            if dataclasses.is_dataclass(hints[name])
-            else value
-            for name, value in tree.items()
-        }
-    )
+    values = {
+        name: rebuild_settings(hints[name], value)
+        if dataclasses.is_dataclass(hints[name])
+        else value
+        for name, value in tree.items()
+    }
+    return kind(**values)

@@ -1,9 +1,9 @@
-"""Routes: the experts of each layer that a token goes to, as rows carry it from the engine to the
-trainer, a byte a choice.
+"""Routes: the experts of each layer that process a token, from the engine to the trainer.
 
-A token's route is that of the forward pass that first read it: of a sampled token the step that was
-fed with it, of a prompt's the first prefill. Nothing is fed with the last token of a sequence,
-which has none.
+A row has one byte (or two, see `RouteShape.width`) for each chosen expert. The route of a token is
+that of the forward pass that first processed it: for a sampled token the following decode step, for
+a token of the prompt the first prefill. The last token of a sequence is never processed, so it has
+no route.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from relax_hpc.base.fields import ROUTES
 
 NAME, NONE = ROUTES.name, int(ROUTES.pad)
-"""Name of the field, and what is in every byte of a token without a route, as which no route looks:
-its experts differ."""
+"""Name of the field, and the value of all bytes of a token without a route. No route has this value
+in all bytes, because its experts differ."""
 
 BAD_ROUTES, OTHER_ROUTES = "bad_routes", "other_routes"
-"""Reasons for which a prompt group is dropped: its routes are no routes of the model, or other than
-the trainer's."""
+"""Reasons for which a prompt group is dropped: its routes are invalid for the model, or they differ
+from the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class RouteShape:
     experts: int
     """Experts of a layer."""
     chosen: int
-    """Experts of these that take a token."""
+    """Experts of a layer that process a token."""
 
     @property
     def width(self) -> int:
-        """Bytes of an expert's number, the low one first.
+        """Bytes of an expert's number, in little-endian order.
 
         >>> [RouteShape(2, experts, 8).width for experts in (128, 256, 257)], RouteShape(2, 256,
         ...     1).width
@@ -47,12 +47,11 @@ class RouteShape:
 
     @property
     def token_shape(self) -> tuple[int, int, int]:
-        """Shape of one token's routes."""
+        """Shape of one token's route."""
         return self.layers, self.chosen, self.width
 
     def pack(self, numbers: np.ndarray) -> np.ndarray:
-        """Numbers of experts [tokens, layers, chosen], of any type, as bytes. ValueError: one is
-        out of range."""
+        """Bytes of expert ``numbers`` [tokens, layers, chosen]. ValueError: one is out of range."""
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.experts:
             raise ValueError(
                 f"experts {numbers.min()} to {numbers.max()}, allowed 0 to {self.experts - 1}"
@@ -61,40 +60,36 @@ class RouteShape:
         return narrow.view(np.uint8).reshape(-1, *self.token_shape)
 
     def without_routes(self, tokens: int) -> np.ndarray:
-        """Bytes of so many ``tokens`` without a route."""
+        """Bytes of ``tokens`` tokens without a route."""
         return np.full((tokens, *self.token_shape), NONE, np.uint8)
 
     def find_fault(self, row: Mapping[str, Any]) -> str:
-        """Fault of the routes of a row, in words; empty: each of its tokens but the last has one of
-        this shape."""
+        """Description of the error in the routes of a row. Empty: all tokens but the last have a
+        valid route."""
         routes, tokens = row.get(NAME), len(row["token_ids"])
         if routes is None:
             return f"{NAME}: missing; the engine gave none"
-        expected = (tokens, *self.token_shape)
-        if (
-            not isinstance(routes, np.ndarray)
-            or routes.dtype != np.uint8
-            or routes.shape != expected
-        ):
-            return f"{NAME}: found {_described(routes)}, expected uint8 {list(expected)}"
+        shape = (tokens, *self.token_shape)
+        is_array = isinstance(routes, np.ndarray)
+        if not is_array or routes.dtype != np.uint8 or routes.shape != shape:
+            return f"{NAME}: found {_describe(routes)}, expected uint8 {list(shape)}"
         numbers = np.ascontiguousarray(routes[:-1]).view("u1" if self.width == 1 else "<u2")[..., 0]
         ordered = np.sort(numbers, axis=-1)
-        wrong = (ordered[..., -1] >= self.experts) | (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        is_unknown = ordered[..., -1] >= self.experts
+        has_repeats = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        wrong = is_unknown | has_repeats
         if not wrong.any():
             return ""
         token, layer = np.argwhere(wrong)[0]
-        found = (
-            "no route"
-            if (routes[token] == NONE).all()
-            else f"experts {numbers[token, layer].tolist()}"
-        )
+        if (routes[token] == NONE).all():
+            description = "no route"
+        else:
+            description = f"experts {numbers[token, layer].tolist()}"
         allowed = f"{self.chosen} different ones of {self.experts}"
-        return f"{NAME}: found {found} of token {token} in layer {layer}, expected {allowed}"
+        return f"{NAME}: found {description} of token {token} in layer {layer}, expected {allowed}"
 
 
-def _described(routes: Any) -> str:
-    return (
-        f"{routes.dtype} {list(routes.shape)}"
-        if isinstance(routes, np.ndarray)
-        else type(routes).__name__
-    )
+def _describe(routes: Any) -> str:
+    if isinstance(routes, np.ndarray):
+        return f"{routes.dtype} {list(routes.shape)}"
+    return type(routes).__name__

@@ -1,4 +1,4 @@
-"""The run directory: the one place that knows where everything of a run lies."""
+"""The run directory: paths of all files of a run, and functions to read and write them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from relax_hpc.base.protocol import RUN_FORMAT
 
 MIN_TOKEN_BYTES = 32
 _TOKEN_BYTES = 4096
-"""Bytes of the file of a token, at most."""
+"""Bytes of the token file, at most."""
 _NUMBERED = re.compile(r"(\d{6})\b", re.ASCII)
 _CHECKPOINT = re.compile(r"(?:(\w+)-)?i(\d{6})-step-(\d{6})", re.ASCII)
 
 
 def checkpoint_name(role: str, incarnation: int, step: int) -> str:
-    """Name of the folder of a checkpoint; ``role``: whose part of it that is, empty for the
-    policy's.
+    """Name of the folder of a checkpoint. ``role``: the trainer that wrote it; empty: the actor.
 
     >>> checkpoint_name("", 1, 100), checkpoint_name("critic", 2, 100)
     ('i000001-step-000100', 'critic-i000002-step-000100')
@@ -37,18 +36,18 @@ def checkpoint_name(role: str, incarnation: int, step: int) -> str:
 
 @contextlib.contextmanager
 def replace_when_written(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` to write a file to, which then takes its place: readers see all of it
-    or nothing.
+    """A temporary path in the folder of ``path``. At the end of the block it replaces ``path``.
 
-    To survive a power loss the block syncs the file, and whoever calls it the folder. An OSError
-    names ``path``: the operating system does not say which file a write was for.
+    Readers see the complete file or none. To survive a power loss, the block must sync the file and
+    the caller the folder. An OSError names ``path``, because the operating system does not name the
+    file of a write.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         yield temporary
         temporary.replace(path)
     except BaseException as error:
-        # What a full disk has taken of it would keep it full.
+        # On a full disk, the incomplete file would take space that others need.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename in (None, str(temporary)):
@@ -59,8 +58,7 @@ def replace_when_written(path: Path) -> Iterator[Path]:
 def write_atomic(
     path: Path, data: bytes | memoryview, sync: bool = False, tail: bytes = b""
 ) -> None:
-    """Write ``data``, then ``tail``, to ``path`` at once; ``sync``: so that it survives a power
-    loss."""
+    """Replace ``path`` by ``data`` and ``tail``, atomically. ``sync``: it survives a power loss."""
     with replace_when_written(path) as temporary, temporary.open("wb") as file:
         file.write(data)
         file.write(tail)
@@ -77,11 +75,10 @@ def write_json(path: Path, value: Any, sync: bool = False) -> None:
 
 
 def read_map(path: Path, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
-    """The JSON object in ``path``, whose entries of these names are of these kinds; empty if it
-    holds no such.
+    """The JSON object in ``path``, whose entries have the types ``kinds``. Empty: it has no such.
 
-    A run directory is its user's: an editor's copy or a file that is half written ends no run. What
-    is no regular file, or a link that leaves the run directory, is not opened.
+    No exception is raised, because users may edit files of a run directory, and a file may be
+    incomplete. A link that leaves the run directory, or a file that is not regular, is not opened.
     """
     try:
         value = parse_json(read_in_run(path))
@@ -91,16 +88,16 @@ def read_map(path: Path, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
 
 
 def is_map(value: object, **kinds: type | tuple[type, ...]) -> TypeGuard[dict[str, Any]]:
-    """Whether it is a mapping whose entries of these names are of these kinds; what it lacks counts
-    as null."""
+    """Whether ``value`` is a mapping whose entries have the types ``kinds``. A missing entry counts
+    as None."""
     return isinstance(value, dict) and all(
         isinstance(value.get(name), kind) for name, kind in kinds.items()
     )
 
 
 def write_numbered(folder: Path, suffix: str, data: bytes = b"") -> Path:
-    """Write ``data`` to ``folder``/NNNNNN``suffix`` under the next free number; the file appears
-    whole and once."""
+    """Write ``data`` to ``folder``/NNNNNN``suffix`` with the next free number. The file appears
+    complete, and never replaces another one."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = [int(match[1]) for path in folder.iterdir() if (match := _NUMBERED.match(path.name))]
     number = 1 + max(numbers, default=0)
@@ -119,14 +116,15 @@ def write_numbered(folder: Path, suffix: str, data: bytes = b"") -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """``path``, made if needed, for this user alone.
+    """Create the folder ``path`` if needed, with access for this user only. Returns ``path``.
 
-    ConfigError if somebody else made it or can write in it: a shared place with a known name can be
-    taken.
+    ConfigError: another user owns it or can write to it. In a shared folder such as /tmp, another
+    user can create a folder with a known name first.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+    status = path.lstat()
+    is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if is_own_folder and not status.st_mode & 0o022:
         path.chmod(0o700)
     else:
         raise ConfigError(
@@ -136,14 +134,17 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def check_owner(run_dir: Path, what: str) -> None:
-    """ConfigError: the run, or its configuration, belongs to another user, so that the command
-    ``what`` would run the programs and end the jobs that this user has named in it."""
+def check_owner(run_dir: Path, command: str) -> None:
+    """Raise ConfigError if the run or its configuration belongs to another user.
+
+    ``command`` would otherwise run the programs and cancel the jobs that the other user has named
+    in the run's files.
+    """
     for path in (run_dir, run_dir / "config.yaml"):
         owner = path.stat().st_uid
         if owner != os.geteuid():
             raise ConfigError(
-                f"{what}: {path} belongs to user {_user_name(owner)}; its files name programs, "
+                f"{command}: {path} belongs to user {_user_name(owner)}; its files name programs, "
                 "modules and jobs, on which this command would act as you: ask the owner, or read "
                 "these files and copy the run to a folder of yours first"
             )
@@ -184,7 +185,7 @@ class RunDir:
 
     @property
     def algorithm(self) -> Path:
-        """Record of an algorithm of the user's own, see `algorithms.record_of`."""
+        """Record of an algorithm that the user has written, see `algorithms.record_of`."""
         return self.root / "algorithm.json"
 
     @property
@@ -193,7 +194,7 @@ class RunDir:
 
     @property
     def model(self) -> Path:
-        """Hugging Face directory of version 0: made here, or a link to `model.path`."""
+        """Hugging Face directory of version 0: a new one, or a link to `model.path`."""
         return self.root / "model"
 
     @property
@@ -202,12 +203,12 @@ class RunDir:
 
     @property
     def media(self) -> Path:
-        """Folder of images, videos and sounds of prompts, by their content."""
+        """Folder of images, videos and sounds of prompts, named by their content."""
         return self.root / "queue" / "media"
 
     @property
     def eval_media(self) -> Path:
-        """Media of evaluations' prompts, by content, for as long as the run."""
+        """Folder of media of evaluation prompts, named by their content. They are never removed."""
         return self.data / "media"
 
     @property
@@ -227,19 +228,20 @@ class RunDir:
         return self.root / "checkpoints"
 
     def saved(self, role: str = "") -> list[tuple[int, Path]]:
-        """(step, folder) of each checkpoint of the policy, or of another ``role`` that trains:
-        whole or not, in the order of their names, which are those of `checkpoint_name`."""
-        found = [
-            (_CHECKPOINT.fullmatch(path.name), path)
-            for path in sorted(self.checkpoints.glob("*-step-*"))
-        ]
-        return [
-            (int(match[3]), path) for match, path in found if match and (match[1] or "") == role
-        ]
+        """(step, folder) of each checkpoint of the trainer ``role``; empty: of the actor.
+
+        Incomplete checkpoints are included. They are sorted by name, see `checkpoint_name`.
+        """
+        checkpoints = []
+        for path in sorted(self.checkpoints.glob("*-step-*")):
+            match = _CHECKPOINT.fullmatch(path.name)
+            if match and (match[1] or "") == role:
+                checkpoints.append((int(match[3]), path))
+        return checkpoints
 
     @property
     def samples(self) -> Path:
-        """Folder of what the model has written, for people: see `relax_hpc.rollout.sample_log`."""
+        """Folder of sampled episodes for people to read, see `relax_hpc.rollout.sample_log`."""
         return self.root / "samples"
 
     @property
@@ -261,7 +263,7 @@ class RunDir:
 
     @property
     def preparing(self) -> Path:
-        """File in which the process that prepares the run says what it is doing."""
+        """File with the present activity of the process that prepares the run."""
         return self.root / "logs" / "preparing.json"
 
     @property
@@ -271,12 +273,13 @@ class RunDir:
 
     @property
     def stop(self) -> Path:
-        """Exists while the whole run is asked to stop, or has given up; a resume removes it."""
+        """File that exists after a request to stop the run, or after the run has failed. A resume
+        removes it."""
         return self.root / "stop.json"
 
     @property
     def submit(self) -> Path:
-        """Folder of what was handed to Slurm, and which jobs came of it."""
+        """Folder of the scripts that were submitted to Slurm, and the numbers of their jobs."""
         return self.root / "submit"
 
     @property
@@ -295,12 +298,12 @@ class RunDir:
         return self.root / "trackers" / f"{name.replace(':', '.')}.json"
 
     def exit_mark(self, group: str, incarnation: int, role: str) -> Path:
-        """Exit mark of a role, written by itself: success is this mark, never an exit code
-        alone."""
+        """Exit mark, which a role writes when it ends. Only this mark means success, because srun
+        can exit with 0 after a node failure."""
         return self.logs(group, incarnation) / f"exit-{role}.json"
 
     def create(self) -> None:
-        """Make the directory (0700) and its token (0600); both stay as they are when they exist."""
+        """Create the directory (0700) and its token (0600), unless they exist."""
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.root.chmod(0o700)
@@ -322,8 +325,8 @@ class RunDir:
             self._make_token()
 
     def holds_other_files(self) -> bool:
-        """Whether the folder has files that `create` did not leave there when it failed, as on a
-        full disk."""
+        """Whether the folder has files other than those of a `create` that failed, as on a full
+        disk."""
         files = (path for path in self.root.rglob("*") if not path.is_dir())
         return any(path != self._format for path in files)
 
@@ -332,26 +335,25 @@ class RunDir:
         return self.root / "format.json"
 
     def check_format(self) -> None:
-        """ConfigError if the run was made by code of another format: its names mean something
-        else."""
-        # Before there were numbers, an incarnation was an epoch, and then one.
-        journals = [path.name for path in self.journal.glob("*.journal")]
-        unsaid = (
-            (1 if any(name.startswith("epoch-") for name in journals) else 2)
-            if journals
-            else RUN_FORMAT
-        )
-        if (found := read_map(self._format).get("format", unsaid)) != RUN_FORMAT:
+        """Raise ConfigError if the run was written by code of another format."""
+        number = read_map(self._format).get("format", self._unnumbered_format())
+        if number != RUN_FORMAT:
             raise ConfigError(
-                f"{self.root}: found a run of format {found}, this code reads {RUN_FORMAT}; go on "
-                "with the code that "
-                "made it (<run>/code), or start anew from what it has learnt: relax-hpc convert "
-                "takes its checkpoints"
+                f"{self.root}: found a run of format {number}, this code reads {RUN_FORMAT}; "
+                "resume it with the code that wrote it (<run>/code), or start a new run from one "
+                "of its checkpoints, which relax-hpc convert reads"
             )
 
+    def _unnumbered_format(self) -> int:
+        """Format of a run without format.json, by the names of its journals."""
+        journals = [path.name for path in self.journal.glob("*.journal")]
+        if not journals:
+            return RUN_FORMAT
+        # Format 1 called an incarnation an epoch.
+        return 1 if any(name.startswith("epoch-") for name in journals) else 2
+
     def _make_token(self) -> None:
-        """The token appears whole and once, whoever else makes this run directory at the same
-        time."""
+        """Create the token file atomically, also if another process creates it at the same time."""
         temporary = self.root / f".token.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             with os.fdopen(
@@ -367,7 +369,8 @@ class RunDir:
             temporary.unlink(missing_ok=True)
 
     def token(self) -> bytes:
-        """The run's secret, which authenticates every message and engine request."""
+        """The secret of the run, which authenticates every message and every request to an
+        engine."""
         try:
             token = read_in_run(self.token_file, _TOKEN_BYTES).strip()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Parts of dataclasses of settings, for those who may not import `relax_hpc.config`."""
+"""Fields of dataclasses of settings, for packages that must not import `relax_hpc.config`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 
 def bounded(default: Any, low: float | None = None, high: float | None = None) -> Any:
-    """A dataclass field whose value must lie in [low, high]; the loader reports violations by file
-    and key."""
+    """A dataclass field with a value in [low, high]. The loader reports violations with file and
+    key."""
     return field(default=default, metadata={"low": low, "high": high})

@@ -1,4 +1,4 @@
-"""Checks of the parameters of a user's function, before anything calls it."""
+"""Checks of the parameters of a user's function before its first call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def parameters_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Signature of ``function``; None: it is built in and does not say, or it is no function."""
+    """Signature of ``function``. None: it is a built-in function without one, or no function."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -16,7 +16,8 @@ def parameters_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def method_of(cls: type, name: str) -> Callable[..., Any] | None:
-    """Method ``name`` of ``cls`` with the parameters that it has on an object, without `self`.
+    """Method ``name`` of ``cls``, as bound to an object, so that `self` is no parameter.
+
     None: the class has no such method.
 
     >>> class Length:
@@ -24,20 +25,21 @@ def method_of(cls: type, name: str) -> Callable[..., Any] | None:
     >>> str(inspect.signature(method_of(Length, "__call__")))
     "(sample, unit='words')"
     """
-    # Not getattr: it would find `__call__` of the class's own class.
+    # Not getattr: for `__call__` it returns the method of the metaclass.
     attributes = [vars(base)[name] for base in cls.__mro__ if name in vars(base)]
     if not attributes:
         return None
     attribute = attributes[0]
     if isinstance(attribute, staticmethod | classmethod):
         return attribute.__get__(None, cls)
-    # As on an object, which is not made here: a user's `__init__` may take long.
+    # Bound to a plain object, because a user's `__init__` may take long.
     return attribute.__get__(object(), cls) if inspect.isfunction(attribute) else attribute
 
 
 def describe_mismatch(function: Callable[..., Any], *names: str) -> str:
-    """Reason why ``function`` cannot be called with positional arguments that stand for ``names``.
-    Empty: it can, or it does not say.
+    """Reason why ``function`` cannot be called with positional arguments for ``names``.
+
+    Empty: it can be called, or its signature is unknown.
 
     >>> describe_mismatch(lambda sample, extra: 0, "sample")
     'takes (sample, extra), allowed: (sample)'

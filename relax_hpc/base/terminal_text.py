@@ -1,5 +1,4 @@
-"""Text that a model or another program has written, made safe for terminals and logs, and wrapped
-to a width."""
+"""Text of models and other programs: made safe for terminals and logs, and wrapped to a width."""
 
 from __future__ import annotations
 
@@ -10,19 +9,18 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 _PLAIN = {"\n", "\t", "\u200c", "\u200d"}
-"""Control and format characters that move no cursor and hide nothing; the last two join letters."""
+"""Control and format characters that stay. The last two join letters in some scripts."""
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 _TAB = " " * 4
 
 
 def escape_controls(text: str) -> str:
-    """``text`` with an escape sequence in place of each character that a terminal would obey or
-    hide.
+    """``text`` with each control character and each invisible character as an escape sequence.
 
     >>> escape_controls("a\\x1b[31mb\\u202ec")
     'a\\\\x1b[31mb\\\\u202ec'
     """
-    # Almost every text is printable lines. To check each character of them takes 80 times as long
+    # Almost every text has only printable lines. A check of each character takes 80 times as long
     # (measured).
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
@@ -30,8 +28,7 @@ def escape_controls(text: str) -> str:
 
 
 def escape_line(text: str) -> str:
-    """``text`` as `escape_controls` returns it, in one line, so that it cannot begin another line
-    of a log.
+    """``text`` as one line, without control characters, so that it cannot add lines to a log.
 
     >>> escape_line("bad request\\nrollout: all is well")
     'bad request\\\\nrollout: all is well'
@@ -40,8 +37,8 @@ def escape_line(text: str) -> str:
 
 
 def log_entry(text: str) -> str:
-    """``text`` as `escape_controls` returns it, with all lines after the first indented, so that
-    none looks like an entry.
+    """``text`` without control characters. Lines after the first are indented, so that they do not
+    look like entries.
 
     >>> print(log_entry("it failed: bad\\nrollout: all is well"))
     it failed: bad
@@ -51,10 +48,10 @@ def log_entry(text: str) -> str:
 
 
 class HarmlessStream:
-    """A text stream that writes text as `escape_controls` returns it; its other attributes are
-    those of ``stream``.
+    """A text stream without control characters, see `escape_controls`.
 
-    This package writes its colours and cursor movements to `unfiltered`.
+    Its other attributes are those of ``stream``. This package writes its own colours and cursor
+    movements to `unfiltered`.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -75,8 +72,7 @@ class HarmlessStream:
 
 
 def unfiltered(stream: TextIO) -> TextIO:
-    """The stream below ``stream``, for text that is already harmless, or that this package
-    composes."""
+    """The stream below a `HarmlessStream`, for text that this package composes or has escaped."""
     return stream.unfiltered if isinstance(stream, HarmlessStream) else stream
 
 

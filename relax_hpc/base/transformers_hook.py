@@ -1,5 +1,7 @@
-"""Lets transformers' model classes be imported beside a torchvision that was built for another
-torch, and sooner."""
+"""Hook for importing transformers' model classes with a torchvision for another torch build.
+
+It also makes the import faster.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,29 @@ _declared: list[Any] = []
 
 
 def install_transformers_hook() -> None:
-    """Let transformers' model classes be imported where torchvision was built for another torch
-    (CUDA beside CPU).
+    """Let transformers' model classes be imported if torchvision was built for another torch.
 
-    torchvision describes two of its operators to the compiler as it is imported, and fails on
-    "operator torchvision::nms does not exist" when its library could not be loaded; declared, they
-    exist. And without sklearn and scipy, which assisted generation and losses of detectors alone
-    need: half a second of a start. Idempotent; safe from several threads.
+    An example is a CUDA build of torchvision with a CPU build of torch. Idempotent and thread-safe.
     """
+    # At import, torchvision registers shapes of two of its operators with the compiler. If its
+    # library could not be loaded, this fails with "operator torchvision::nms does not exist". After
+    # they are declared here, the import succeeds.
+    #
+    # transformers imports sklearn and scipy only for assisted generation and for losses of
+    # detectors. Without them a start is half a second faster.
     from transformers import utils
 
     with _declaring:
         _declare_operators()
-        utils.is_sklearn_available = utils.is_scipy_available = lambda: False
+        for name in ("is_sklearn_available", "is_scipy_available"):
+            setattr(utils, name, lambda: False)
 
 
 def _declare_operators() -> None:
-    if (
-        _declared
-        or "torchvision" in sys.modules
-        or not (spec := importlib.util.find_spec("torchvision"))
-    ):
+    if _declared or "torchvision" in sys.modules:
+        return
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None:
         return
     import torch
 

@@ -1,11 +1,14 @@
 """Files of weights in a Hugging Face directory, and their headers, read without torch.
 
-This is the only reader of safetensors headers beside the library itself, which models/hf_files.py
-uses to load a model. safetensors 0.8.0 maps a file (`safe_open`). If a mapped file is shorter than
-its header says, or a shared filesystem cannot read it, the process ends by SIGBUS without a
-message; a read that fails is an error with the file's name. The mapping is private and writable, so
-the whole file counts to RLIMIT_DATA: 776 MiB for a file of 768, where `read_pieces` needs one
-piece. The library also does not tell where a tensor begins, and keeps no header byte for byte.
+This is the only reader of safetensors headers besides the safetensors library, which
+models/hf_files.py uses to load a model. The library (0.8.0) is not used here for these reasons:
+
+- `safe_open` maps the file. If the file is shorter than its header says, or a shared file system
+  cannot read it, the process ends by SIGBUS without a message. A read that fails raises an error
+  with the name of the file.
+- The mapping is private and writable, so that the whole file counts to RLIMIT_DATA: 776 MiB for a
+  file of 768 MiB. `read_pieces` needs the memory of one piece.
+- The library does not tell where a tensor begins, and does not return the header byte for byte.
 """
 
 from __future__ import annotations
@@ -22,16 +25,16 @@ from relax_hpc.base.foreign_files import INDEX_BYTES, open_regular, parse_json, 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
-"""Types of tensors that files may hold, and the bytes of a number."""
+"""Types of tensors in files -> bytes of a number."""
 ITEM_BYTES = {name: TYPE_BYTES[name] for name in ("F32", "BF16", "F16")}
 """Types that trained weights may have."""
 MAX_HEADER_BYTES = 100_000_000
 """Bytes of a header at most, which is the safetensors library's own limit."""
 _OTHER_FORMATS = ("consolidated",)
-"""Beginnings of names of files that hold the same weights in a publisher's own format, such as
-Mistral's. transformers and SGLang do not read them where there is an index."""
+"""Prefixes of files with the same weights in a publisher's format, such as Mistral's. transformers
+and SGLang do not read them if the directory has an index."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-"""Files of weights that only Python's pickle reads."""
+"""Patterns of files of weights that only Python's pickle can read."""
 _PIECE_BYTES = 4 << 20
 
 
@@ -58,7 +61,9 @@ class FileHeader:
 
 def _other_weights(directory: Path) -> str:
     """Remedy for a directory without weights that can be read."""
-    pickled = [path.name for pattern in _PICKLED for path in directory.glob(pattern)]
+    pickled: list[str] = []
+    for pattern in _PICKLED:
+        pickled += [path.name for path in directory.glob(pattern)]
     if not pickled:
         return "its weights are missing: download it again, whole"
     return (
@@ -68,10 +73,12 @@ def _other_weights(directory: Path) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The *.safetensors files that hold the model in ``directory``: those that its index names, or
-    all if it has no index. ConfigError: there are none, one is missing, or another one may be read
-    in their place."""
-    # A pipe of such a name would be waited for.
+    """The *.safetensors files of the model in ``directory``.
+
+    These are the files that its index names, or all files if it has no index. ConfigError: there
+    are none, one is missing, or a further file makes the choice ambiguous.
+    """
+    # Opening a FIFO with such a name would block.
     files = [path for path in sorted(directory.glob("*.safetensors")) if path.is_file()]
     if not (directory / INDEX).is_file():
         if not files:
@@ -94,7 +101,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _indexed(path: Path) -> list[str]:
-    """Names of the files in an index. ConfigError: it is none."""
+    """Names of the files in an index. ConfigError: it is invalid."""
     try:
         names = sorted(set(read_json_object(path, most_bytes=INDEX_BYTES)["weight_map"].values()))
     except (LookupError, TypeError, AttributeError) as error:
@@ -103,16 +110,16 @@ def _indexed(path: Path) -> list[str]:
         ) from error
     wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if wrong or not names:
-        found = repr(wrong[0]) if wrong else "no files"
+        value = repr(wrong[0]) if wrong else "no files"
         raise ConfigError(
-            f"{path}: found {found}, allowed: names of files beside it; download it again"
+            f"{path}: found {value}, allowed: names of files in the same folder; download it again"
         )
     return names
 
 
 def read_header(path: Path, types: Collection[str] = ITEM_BYTES) -> FileHeader:
-    """The header of a whole file, whose tensors have these ``types``. ConfigError says what is
-    wrong with it."""
+    """The header of a complete file whose tensors have these ``types``. ConfigError: it is damaged
+    or incomplete."""
     try:
         with open_regular(path) as file:
             size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
@@ -127,7 +134,7 @@ def read_header(path: Path, types: Collection[str] = ITEM_BYTES) -> FileHeader:
 
 
 def _tensors(text: str, begin: int, size: int, types: Collection[str]) -> dict[str, StoredTensor]:
-    """Tensors of a header ``text``, whose bytes lie from ``begin`` to ``size`` without gaps."""
+    """Tensors of a header ``text``. Their bytes must fill ``begin`` to ``size`` without gaps."""
     entries: dict[str, Any] = parse_json(text, is_unique=True)
     entries.pop("__metadata__", None)
     tensors, end = {}, begin
@@ -151,8 +158,8 @@ def _tensors(text: str, begin: int, size: int, types: Collection[str]) -> dict[s
 
 
 def stored_tensors(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
-    """Each tensor in ``directory`` with its file. ConfigError: a file is broken, or has a tensor
-    that another one has too."""
+    """Each tensor in ``directory`` with its file. ConfigError: a file is damaged, or two files have
+    the same tensor."""
     tensors: dict[str, tuple[Path, StoredTensor]] = {}
     for path in weight_files(directory):
         for name, stored in read_header(path).tensors.items():
@@ -169,7 +176,9 @@ def check_tied(
     tensors: Mapping[str, tuple[Path, StoredTensor]], output: str, embedding: str
 ) -> None:
     """Check the tensor ``output`` of a model whose config.json ties it to ``embedding``.
-    ConfigError: it is stored too, and is another. ``tensors``: see `stored_tensors`."""
+
+    ``tensors``: see `stored_tensors`. ConfigError: both are stored, and they differ.
+    """
     if output not in tensors or embedding not in tensors:
         return
     if not _are_equal(tensors[output], tensors[embedding]):
@@ -187,7 +196,7 @@ def _are_equal(first: tuple[Path, StoredTensor], second: tuple[Path, StoredTenso
 
 
 def read_pieces(path: Path, stored: StoredTensor) -> Iterator[bytes]:
-    """Bytes of a tensor, in pieces. ConfigError: the file ends before."""
+    """Bytes of a tensor, in pieces. ConfigError: the file is too short."""
     with open_regular(path) as file:
         file.seek(stored.start)
         for start in range(0, stored.bytes, _PIECE_BYTES):

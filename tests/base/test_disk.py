@@ -62,7 +62,7 @@ SYNCS = ("fsync", "fdatasync")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_waits, "_LATEST_S", 0.1)
+    monkeypatch.setattr(disk_waits, "_MAX_PAUSE_S", 0.1)
 
 
 class Failing:

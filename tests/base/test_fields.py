@@ -37,7 +37,7 @@ def test_every_field_is_explained_in_the_docs() -> None:
 def test_what_is_new_in_a_table_is_known_everywhere(tmp_path: Path, what: str) -> None:
     """Fields from the rollout's put to the loss's batch; a role from its claim to the actor's."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.{what}", str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-m", f"tests.base.{what}", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -40,8 +40,8 @@ def test_scratch_of_another_boot_goes_and_of_others_who_may_live_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LOCAL_DIR, str(tmp_path))
-    monkeypatch.setattr(local_dir, "_SHORT", 1000)
-    host, boot, pids = local_dir._here()
+    monkeypatch.setattr(local_dir, "_MAX_PATH_CHARS", 1000)
+    host, boot, pids = local_dir._marks()
     outside = tmp_path / "in-memory"
     outside.touch()
 

@@ -107,7 +107,7 @@ def test_a_part_counts_once_while_it_is_compressed_and_damage_hides_no_other(
 
 def test_a_keeper_looks_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = threading.Event()
-    monkeypatch.setattr(log_rotation, "_LOOK_S", 0.01)
+    monkeypatch.setattr(log_rotation, "_CHECK_S", 0.01)
     monkeypatch.setattr(log_rotation, "ROTATION_BYTES", 100)
     real = log_rotation.rotate_log
     monkeypatch.setattr(log_rotation, "rotate_log", lambda path: real(path) and cut.set())

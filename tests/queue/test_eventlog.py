@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_a_cut_and_no_line(tmp_path, monk
         (eventlog, "_CHUNK_BYTES", 16),
         (eventlog, "_AGAIN_S", 0.0),
         (disk_waits, "_KEPT_BYTES", 64),
-        (disk_waits, "_SOONEST_S", 0.0),
+        (disk_waits, "_MIN_PAUSE_S", 0.0),
     ):
         monkeypatch.setattr(module, name, value)
     path, write, fails = tmp_path / "events.jsonl", os.write, [True] * 5

@@ -93,7 +93,7 @@ def full_for_a_while(
 
     live.wait_until(hinders, "the terminal says so", SAID_S)
     told = waits_said(live)[-1]
-    assert str(live.run.root) in told and "free space there, the run goes on by itself" in told
+    assert str(live.run.root) in told and "free space there, the run then continues" in told
     found = status_of(live)["disk"]
     assert found and all(one["path"].startswith(str(live.run.root)) for one in found), found
     live.wait_until(lambda: waited_s(live) >= seconds, f"somebody waits for {seconds} s", 60.0)

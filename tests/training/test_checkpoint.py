@@ -132,7 +132,7 @@ def test_memory_that_is_not_to_be_had_ends_the_start_in_a_line(
     )
     keeper.prepare()
     with pytest.raises(
-        ConfigError, match=r"checkpoint: \d+ bytes of host memory are not to be had: no memory"
+        ConfigError, match=r"checkpoint: \d+ bytes of host memory cannot be allocated: no memory"
     ):
         keeper.ready()
 

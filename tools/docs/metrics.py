@@ -32,12 +32,12 @@ def page() -> str:
             first=tensorboard_tag("reward/mean"), seconds=tensorboard_tag("perf/actor_train_s")
         )
     ]
-    for part in TAG_GROUPS:
-        lines += [f"## {part.name}", f"{part.about}.", "", "| metric | what |", "|---|---|"]
+    for group in TAG_GROUPS:
+        lines += [f"## {group.name}", f"{group.description}.", "", "| metric | what |", "|---|---|"]
         lines += [
             f"| `{tag}` | {about} |"
             for tag, about in TAGS.items()
-            if tag.startswith(f"{part.name}/")
+            if tag.startswith(f"{group.name}/")
         ]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

@@ -1,2 +1,1 @@
-"""Reports of a run about itself: metrics.jsonl and TensorBoard, progress lines, time spans,
-plots."""
+"""Metrics of a run: metrics.jsonl, trackers, progress lines, time spans and plots."""

@@ -1,5 +1,4 @@
-"""Time put down once: every second of a worker belongs to one label, and what follows from that.
-Pure arithmetic."""
+"""Accounts of time: each second of a worker has exactly one label. This module only computes."""
 
 from __future__ import annotations
 
@@ -17,22 +16,24 @@ PRIORITY = (
     "checkpoint",
     "weights",
     "queue",
+    "start",
+    "wait",
 )
-PRIORITY += ("start", "wait")
-"""Kinds by priority: where they overlap a second belongs to the first, so an engine that is updated
-does not generate."""
+"""Kinds by priority. Where spans overlap, a second belongs to the first of their kinds. An engine
+that is being updated, for example, does not generate."""
 OTHER, UNFINISHED = "other", "unfinished"
-"""Kinds of the time between spans, and after the last span of a process that left no word of its
-end: one that it never finished."""
+"""Kinds of the time between spans, and of the time after the last span of a process that was
+killed."""
 IDLE = ("wait", "start", OTHER, UNFINISHED)
-"""Kinds that are no work."""
+"""Kinds that are not work."""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Label:
-    """Label of a second by what it was spent on; a wait also says for which `peer`, and why."""
+    """Label of a second: its kind (`what`), and for a wait also the awaited `peer` and the
+    reason."""
 
     what: str
     peer: str = ""
@@ -44,7 +45,7 @@ Stretch = tuple[Label, float, float]
 
 
 class Account:
-    """One worker's seconds by label, as it begins and ends what it is at. Times never decrease.
+    """Seconds of one worker by label, from the begins and ends of its spans. Times never decrease.
 
     >>> account = Account(0.0)
     >>> account.begin(Label("wait"), 1.0)
@@ -69,20 +70,22 @@ class Account:
         if not self._running[label]:
             del self._running[label]
 
-    def move(self, label: Label, others: Mapping[Label, float]) -> None:
-        """Move seconds from ``label`` to ``others``, for so many seconds each, or as many of them
-        as there are.
+    def move(self, label: Label, targets: Mapping[Label, float]) -> None:
+        """Move seconds from ``label`` to ``targets``, the given number to each.
 
-        Seconds of ``label`` beyond theirs stay.
+        If ``label`` has fewer seconds, each target receives its share of them. If it has more, the
+        difference stays.
         """
-        wanted = sum(others.values())
+        wanted = sum(targets.values())
+        if not wanted:
+            return
         moved = min(wanted, self._seconds[label])
         self._seconds[label] -= moved
-        for other, seconds in others.items() if wanted else ():
-            self._seconds[other] += moved * seconds / wanted
+        for target, seconds in targets.items():
+            self._seconds[target] += moved * seconds / wanted
 
     def take(self, now: float) -> dict[Label, float]:
-        """Seconds by label since the last take; they add up to the time that has passed."""
+        """Seconds by label since the last call. Their sum is the time that has passed."""
         self._settle(now)
         taken, self._seconds = self._seconds, defaultdict(float)
         return {label: seconds for label, seconds in taken.items() if seconds}
@@ -94,20 +97,23 @@ class Account:
 
 
 def seconds_by_label(stretches: Iterable[Stretch], start: float, end: float) -> dict[Label, float]:
-    """The seconds of [start, end] by label: those that no stretch covers are OTHER's."""
+    """The seconds of [start, end] by label. Seconds that no stretch covers are labelled OTHER."""
     edges: list[tuple[float, bool, Label]] = []
     for label, low, high in stretches:
         low, high = max(low, start), min(high, end)
         if high > low:
             edges += [(low, True, label), (high, False, label)]
     account = Account(start)
-    for at, begins, label in sorted(edges):
-        (account.begin if begins else account.end)(label, at)
+    for time, is_begin, label in sorted(edges):
+        if is_begin:
+            account.begin(label, time)
+        else:
+            account.end(label, time)
     return account.take(max(start, end))
 
 
 def uncovered_intervals(interval: Interval, holes: Iterable[Interval]) -> Iterator[Interval]:
-    """The parts of ``interval`` that no hole covers, ascending."""
+    """The pieces of ``interval`` that no hole covers, in ascending order."""
     at, end = interval
     for low, high in sorted(hole for hole in holes if hole[1] > hole[0]):
         if min(low, end) > at:
@@ -117,11 +123,11 @@ def uncovered_intervals(interval: Interval, holes: Iterable[Interval]) -> Iterat
         yield at, end
 
 
-def sum_by_label(parts: Iterable[Mapping[Label, float]]) -> dict[Label, float]:
-    """Sums of ``parts`` by label."""
+def sum_by_label(accounts: Iterable[Mapping[Label, float]]) -> dict[Label, float]:
+    """Sums of ``accounts`` by label."""
     total: dict[Label, float] = defaultdict(float)
-    for part in parts:
-        for label, seconds in part.items():
+    for account in accounts:
+        for label, seconds in account.items():
             total[label] += seconds
     return dict(total)
 
@@ -132,11 +138,10 @@ def work_seconds(seconds: Mapping[Label, float]) -> float:
 
 
 def even_split(rollout_s: float, actor_s: float, rollout: int, actor: int) -> tuple[int, int]:
-    """Division of ``rollout`` + ``actor`` units by which the busy time of a step is as even as it
-    can be.
+    """Division of ``rollout`` + ``actor`` units that minimises the longer busy time of a step.
 
-    Work is taken to scale linearly: twice the units do it in half the time. At least one unit is on
-    either side.
+    Work is assumed to scale linearly: twice the units need half the time. Each side has at least
+    one unit.
 
     >>> even_split(rollout_s=30.0, actor_s=10.0, rollout=4, actor=4)
     (6, 2)

@@ -1,8 +1,8 @@
 """The first failure of each kind in a run: of a reward, an environment, a filter, an engine.
 
-Failures are counted by their reasons. Counts do not say which line of a user's code failed, so the
-hub also writes the first failure of each kind, with its traceback, to failures.jsonl. The terminal
-shows new lines of it immediately.
+Failures are counted by reason. A count does not tell which line of a user's code failed. Therefore
+the hub also writes the first failure of each kind, with its traceback, to failures.jsonl. The
+terminal shows new lines of this file immediately.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from relax_hpc.base.foreign_files import ForeignFileError, parse_json, read_in_r
 
 FAILURES_FILE = "failures.jsonl"
 _MAX_KINDS = 64
-"""Kinds in one file: a reward may raise at any number of places."""
+"""Kinds in one file, at most. A user's code may raise at any number of lines."""
 _MAX_DETAIL_CHARS = 1000
 _TEXTS = ("group", "reason", "detail", "location", "traceback")
 
@@ -31,7 +31,7 @@ class FirstFailure:
     """The first failure of its kind in a run."""
 
     group: str
-    """Group whose process saw it."""
+    """Group of the process in which it happened."""
     reason: str
     """Name under which failures of this kind are counted, such as reward_exception."""
     detail: str
@@ -56,13 +56,13 @@ class FirstFailure:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Failures of one kind have the same reason at the same place. A call that takes too long
-        can be interrupted anywhere, so that its place says nothing."""
+        """Reason and location. A timeout can interrupt a call at any line, so that its location
+        does not count."""
         return self.reason, "" if self.reason.endswith("timeout") else self.location
 
     @property
     def headline(self) -> str:
-        """Reason, what happened and where, in one line."""
+        """Reason, description and location in one line."""
         # Some details begin with the reason.
         detail = self.detail.removeprefix(f"{self.reason}: ")
         where = f" at {self.location}" if self.location else ""
@@ -70,13 +70,13 @@ class FirstFailure:
 
 
 class FirstFailures:
-    """Kinds of failures that were seen, up to a bound."""
+    """Kinds of failures that have occurred, up to a bound."""
 
     def __init__(self) -> None:
         self._kinds: set[tuple[str, str]] = set()
 
     def is_first(self, failure: FirstFailure) -> bool:
-        """Whether ``failure`` is the first of its kind; it is remembered."""
+        """Whether ``failure`` is the first of its kind. Its kind is then stored."""
         if failure.kind in self._kinds or len(self._kinds) >= _MAX_KINDS:
             return False
         self._kinds.add(failure.kind)
@@ -102,13 +102,13 @@ class FailureWriter:
         self._lines.flush()
 
     def close(self) -> None:
-        """Close the file, if anything was written."""
+        """Close the file if it was opened."""
         if self._lines:
             self._lines.close()
 
 
 def parse_failure(line: bytes) -> FirstFailure | None:
-    """Failure in a line of failures.jsonl; None: the line is not whole, or has other fields."""
+    """Failure in a line of failures.jsonl. None: the line is incomplete, or has other fields."""
     try:
         fields = parse_json(line)
     except ValueError:
@@ -124,7 +124,7 @@ def parse_failure(line: bytes) -> FirstFailure | None:
 def read_failures(run_dir: Path) -> list[FirstFailure]:
     """The first failure of each kind in a run, in the order of their occurrence.
 
-    ConfigError: the file is no regular file of a run, or too large.
+    ConfigError: the file is not a regular file of a run, or is too large.
     """
     path = run_dir / FAILURES_FILE
     try:

@@ -1,4 +1,4 @@
-"""Whether a step has taught the policy anything, by its metrics."""
+"""Check by the metrics of a step whether rewards have changed the policy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 
 def why_nothing_learned(values: Mapping[str, float | None], updates: int) -> str:
-    """Reason why no reward has changed the policy in a step of so many ``updates``; empty: one has,
-    or it is unknown.
+    """Reason why no reward has changed the policy in a step of ``updates`` optimizer updates.
+
+    Empty: a reward has changed it, or the metrics do not tell.
 
     >>> why_nothing_learned({"loss/zero_advantage_share": 1.0, "reward/zero_std_share": 1.0,
     ...     "reward/mean": 0.0}, 1)

@@ -1,5 +1,4 @@
-"""Plots of one or several runs from their metrics.jsonl: reward, held-out scores, and whatever else
-is asked for."""
+"""Plots of one or several runs from metrics.jsonl: reward, held-out scores, and any other tags."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _TITLES = {
     HELD_OUT_LOSS: "Held-out loss",
 }
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, which readers with any colour vision tell apart
+"""Palette of Okabe and Ito, which readers with any colour vision can distinguish
 (https://jfly.uni-koeln.de/color/)."""
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 _UNITS = (
@@ -44,13 +43,13 @@ _UNITS = (
 )
 _SHARES = ("share", "share of time")
 _EDGE = 0.03
-"""Space beyond 0 and 1, for a curve that lies on one of them to be seen."""
+"""Space beyond 0 and 1, so that a curve at one of them is visible."""
 _GREY = "#555555"
 _RESTART: dict[str, Any] = {"linestyle": ":", "linewidth": 1.0, "zorder": 1}
 _LEGEND_CHARS, _HANDLE_CHARS = 44, 6
 """Characters of a legend that fit next to a title, and the width of the line before a label."""
 _SPARSE = 40
-"""Points of a curve below which it gets markers, and no smoothing."""
+"""Number of points below which a curve has markers and is not smoothed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +70,35 @@ class _Run:
 
 
 def main(runs: list[str], output: str, tags: list[str]) -> int:
-    """Plot run directories into the file `output`, print its name and return 0; errors as in
-    `plot_runs`."""
+    """Plot run directories to the file `output` and print its name. Errors: see `plot_runs`."""
     print(plot_runs([Path(run) for run in runs], Path(output), tags))
     return 0
 
 
 def plot_runs(runs: Sequence[Path], output: Path, tags: Sequence[str] = ()) -> Path:
-    """Draw one panel for training reward, or for the loss where there is none, one for held-out
-    scores and one for each of `tags`, under one another.
+    """Draw panels: training reward (or loss, if there is no reward), held-out scores, each of
+    `tags`.
 
     Args:
         runs: run directories, each with a metrics.jsonl.
-        output: picture to write; its suffix (.png, .pdf, .svg) says the format.
-        tags: tags or patterns (`idle/*`), a panel each.
+        output: picture to write. Its suffix (.png, .pdf, .svg) is the format.
+        tags: tags or patterns (`idle/*`), each with a panel.
 
     Raises:
-        ConfigError: no runs, a run without anything to show, tags that no run has, an unknown
-        picture format,
-            or no matplotlib.
+        ConfigError: no runs, a run without values, tags that no run has, an unknown picture
+            format, or no matplotlib.
     """
     loaded = [_load(path, label) for path, label in zip(runs, run_labels(runs), strict=True)]
     if not loaded:
         raise ConfigError("plot: no run directory given; name one or several")
-    known = {tag for run in loaded for tag in tags_of(run.metrics.rows)}
-    learned = LOSS if LOSS in known and REWARD not in known else REWARD
-    patterns = list(dict.fromkeys((learned, HELD_OUT, *tags)))
+    available = set[str]().union(*(tags_of(run.metrics.rows) for run in loaded))
+    objective = LOSS if LOSS in available and REWARD not in available else REWARD
     panels = {
-        pattern: [c for number, run in enumerate(loaded) for c in _curves(number, run, pattern)]
-        for pattern in patterns
+        pattern: _curves_of_runs(loaded, pattern)
+        for pattern in dict.fromkeys((objective, HELD_OUT, *tags))
     }
     _check(loaded, panels, tags)
-    # A loss is not between 0 and 1: on the axis of scores it would flatten their curves.
+    # A loss can be far above 1. In the panel of scores it would flatten their curves.
     losses = [curve for curve in panels[HELD_OUT] if fnmatchcase(curve.tag, HELD_OUT_LOSS)]
     scores = [curve for curve in panels[HELD_OUT] if curve not in losses]
     if losses and scores:
@@ -111,7 +107,7 @@ def plot_runs(runs: Sequence[Path], output: Path, tags: Sequence[str] = ()) -> P
 
 
 def run_labels(runs: Sequence[Path]) -> list[str]:
-    """Directory names, with as many parents as it takes to tell the runs apart."""
+    """Directory names, with as many parent folders as needed to distinguish the runs."""
     paths = [path.resolve() for path in runs]
     for depth in range(1, max((len(path.parts) for path in paths), default=1) + 1):
         labels = ["/".join(path.parts[-depth:]) for path in paths]
@@ -121,8 +117,7 @@ def run_labels(runs: Sequence[Path]) -> list[str]:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving mean of [n] finite values over an odd window; at the ends over the part of it
-    that exists."""
+    """Centred moving mean of [n] finite values over an odd window, which is cut at the ends."""
     ones, half = np.ones(window), window // 2
     sums, counts = np.convolve(values, ones), np.convolve(np.ones(len(values)), ones)
     return (sums / counts)[half : half + len(values)]
@@ -138,32 +133,40 @@ def _load(path: Path, label: str) -> _Run:
     return _Run(path, label, metrics)
 
 
-def _curves(number: int, run: _Run, pattern: str) -> list[Curve]:
+def _curves_of_runs(runs: Sequence[_Run], pattern: str) -> list[Curve]:
+    """Curves of all tags that match ``pattern``."""
     curves = []
-    for tag in tags_of(run.metrics.rows):
-        if fnmatchcase(tag, pattern):
-            points = [
-                (row["step"], row[tag])
-                for row in run.metrics.rows
-                if math.isfinite(row.get(tag, math.nan))
-            ]
-            if points:
-                x, y = np.array(points, dtype=float).T
-                curves.append(Curve(number, tag, x, y))
+    for number, run in enumerate(runs):
+        for tag in tags_of(run.metrics.rows):
+            if fnmatchcase(tag, pattern):
+                curves += _curves(number, run, tag)
     return curves
 
 
+def _curves(number: int, run: _Run, tag: str) -> list[Curve]:
+    """The curve of one tag; empty: it has no finite value."""
+    points = [
+        (row["step"], row[tag]) for row in run.metrics.rows if math.isfinite(row.get(tag, math.nan))
+    ]
+    if not points:
+        return []
+    x, y = np.array(points, dtype=float).T
+    return [Curve(number, tag, x, y)]
+
+
 def _check(runs: list[_Run], panels: dict[str, list[Curve]], tags: Sequence[str]) -> None:
-    """Every run must appear somewhere, and every tag that was asked for in some run."""
-    shown = {curve.run for curves in panels.values() for curve in curves}
+    """Raise ConfigError if a run has no curve, or if no run has one of ``tags``."""
+    shown: set[int] = set()
+    for curves in panels.values():
+        shown |= {curve.run for curve in curves}
     lacking = [run for number, run in enumerate(runs) if number not in shown]
     missing = [tag for tag in tags if not panels[tag]]
     if lacking or missing:
         run = (lacking or runs)[0]
-        looked = ", ".join(missing or panels)
-        found = ", ".join(tags_of(run.metrics.rows)) or "none"
+        wanted = ", ".join(missing or panels)
+        available = ", ".join(tags_of(run.metrics.rows)) or "none"
         raise ConfigError(
-            f"{run.path / METRICS_FILE}: no values for {looked}; it has the tags: {found}"
+            f"{run.path / METRICS_FILE}: no values for {wanted}; it has the tags: {available}"
         )
 
 
@@ -199,7 +202,8 @@ def _draw(runs: list[_Run], panels: dict[str, list[Curve]], output: Path) -> Pat
 
 
 def _panel(axes: Axes, pattern: str, curves: list[Curve], runs: list[_Run]) -> None:
-    """Colours tell runs apart and dashes tags; with one run, colours tell tags apart."""
+    """Colours distinguish runs, and dashes distinguish tags. With one run, colours distinguish
+    tags."""
     tags = list(dict.fromkeys(curve.tag for curve in curves))
     shown = sorted({curve.run for curve in curves})
     window = 1
@@ -219,7 +223,7 @@ def _panel(axes: Axes, pattern: str, curves: list[Curve], runs: list[_Run]) -> N
 
 
 def _line(axes: Axes, curve: Curve, colour: str, dash: Any) -> int:
-    """Draw a curve, a long one faint with its moving mean on top; returns the mean's window."""
+    """Draw a curve; a long one is faint, below its moving mean. Returns the window of the mean."""
     style: dict[str, Any] = {"color": colour, "linestyle": dash, "linewidth": 1.8, "zorder": 3}
     if len(curve.x) < _SPARSE:
         axes.plot(curve.x, curve.y, marker="o", markersize=4.5, **style)
@@ -231,8 +235,7 @@ def _line(axes: Axes, curve: Curve, colour: str, dash: Any) -> int:
 
 
 def _mark_restarts(axes: Axes, number: int, runs: list[_Run]) -> bool:
-    """Thin vertical lines at the steps where a run was taken up again; returns whether there are
-    any."""
+    """Draw a thin vertical line at each step where a run resumed. Returns whether there is one."""
     metrics = runs[number].metrics
     steps = {
         row["step"]
@@ -255,12 +258,13 @@ def _title(pattern: str, tags: list[str], window: int) -> str:
 
 
 def lies_in_0_to_1(curves: Sequence[Curve]) -> bool:
-    """Whether these are shares or scores, all of whose values lie there: then all such axes are
-    alike."""
-    known = all(
-        unit_of(curve.tag) in _SHARES or fnmatchcase(curve.tag, HELD_OUT) for curve in curves
-    )
-    return known and all(curve.y.min() >= 0.0 and curve.y.max() <= 1.0 for curve in curves)
+    """Whether all curves are shares or scores, with all values in [0, 1]. Their axes are equal."""
+    for curve in curves:
+        if unit_of(curve.tag) not in _SHARES and not fnmatchcase(curve.tag, HELD_OUT):
+            return False
+        if curve.y.min() < 0.0 or curve.y.max() > 1.0:
+            return False
+    return True
 
 
 def _dress(axes: Axes, title: str, curves: Sequence[Curve]) -> None:
@@ -282,8 +286,11 @@ def _dress(axes: Axes, title: str, curves: Sequence[Curve]) -> None:
 def _legend(
     axes: Axes, labels: list[str], shown: list[int], tags: list[str], restarted: bool
 ) -> None:
-    """Runs by colour, then tags by dash (or colour), then the dotted line. Short entries are next
-    to the title, so that the data has the whole width; long ones are right of the data."""
+    """Legend: runs by colour, tags by dash (or colour), and the dotted line of restarts.
+
+    Short entries are next to the title, so that the data has the whole width. Long ones are to the
+    right of the data.
+    """
     from matplotlib.lines import Line2D
 
     entries = [
@@ -292,7 +299,7 @@ def _legend(
     ]
     for number, name in enumerate(short_names(tags) if len(tags) > 1 else []):
         colour = _GREY if labels else _COLOURS[number % len(_COLOURS)]
-        dash = _DASHES[number % len(_DASHES)] if labels else "-"
+        dash: Any = _DASHES[number % len(_DASHES)] if labels else "-"
         entries.append(Line2D([], [], color=colour, linestyle=dash, lw=1.8, label=name))
     if restarted:
         entries.append(Line2D([], [], color=_GREY, label="restart", **_RESTART))
@@ -311,21 +318,21 @@ def _legend(
 
 
 def short_names(tags: Sequence[str]) -> list[str]:
-    """Tags without the leading and trailing parts that all of them share.
+    """Tags without the leading and trailing words that all of them have.
 
     >>> short_names(["eval/digits/exact_match", "eval/long/exact_match"])
     ['digits', 'long']
     """
-    parts = [tag.split("/") for tag in tags]
-    while len({words[0] for words in parts}) == 1 and all(len(words) > 1 for words in parts):
-        parts = [words[1:] for words in parts]
-    while len({words[-1] for words in parts}) == 1 and all(len(words) > 1 for words in parts):
-        parts = [words[:-1] for words in parts]
-    return ["/".join(words) for words in parts]
+    paths = [tag.split("/") for tag in tags]
+    while len({path[0] for path in paths}) == 1 and all(len(path) > 1 for path in paths):
+        paths = [path[1:] for path in paths]
+    while len({path[-1] for path in paths}) == 1 and all(len(path) > 1 for path in paths):
+        paths = [path[:-1] for path in paths]
+    return ["/".join(path) for path in paths]
 
 
 def unit_of(tag: str) -> str:
-    """Unit on the axis of a tag; its last part where nothing better is known."""
+    """Unit on the axis of a tag. Without a known unit, it is the last word of the tag."""
     return next(
         (unit for pattern, unit in _UNITS if fnmatchcase(tag, pattern)), tag.rsplit("/", 1)[-1]
     )

@@ -15,8 +15,8 @@ from relax_hpc.base.metrics.shares import is_by_peer
 from relax_hpc.base.terminal_text import escape_controls, escape_line, unfiltered
 
 WIDTH = 79
-"""Columns of a line, one less than a terminal's usual 80: a wider one would wrap, and not be
-overwritten."""
+"""Columns of a line, one less than the usual 80 of a terminal. A wider line would wrap, and the
+next line could not overwrite it."""
 _WINDOW = 20
 _SPEED, _TRAINED, _LOSS = "perf/rollout_tokens_per_s", "perf/train_tokens_per_s", "loss/policy"
 _TO_LINE_END = "\x1b[K"
@@ -29,47 +29,42 @@ def progress_line(
     eta_s: float | None = None,
     width: int = WIDTH,
 ) -> str:
-    """One aligned line of at most `width` characters; what is missing from `values` shows as a
-    dash.
+    """One aligned line of at most `width` characters. A missing value appears as a dash.
 
     Args:
         step: the step just finished, from 0, as in metrics.jsonl.
         steps: steps of the whole run.
-        values: reward/mean, staleness/mean, perf/rollout_tokens_per_s, or, where nothing is drawn,
-        loss/policy and
-            perf/train_tokens_per_s; eval/<set>/<reward> where an evaluation has just come in, and
-            idle/<role> (share
-            of time, 0 to 1); other tags are left alone.
+        values: reward/mean, staleness/mean and perf/rollout_tokens_per_s; or, if the run does not
+            sample, loss/policy and perf/train_tokens_per_s; eval/<set>/<reward> of new
+            evaluations; idle/<role> (share of time, 0 to 1). Other tags are ignored.
         eta_s: seconds to the end of the run, if known.
-        width: what comes last and does not fit is left out: of idle roles, of evaluations, and so
-        on.
+        width: entries at the end of the line that do not fit are left out, idle roles first.
 
     >>> values = {"reward/mean": 0.5, "staleness/mean": 0, "idle/actor": 0.25}
     >>> progress_line(7, 300, values, eta_s=90)
     'eta  1m30s  step   7/300  reward 0.500  stale 0.0      - tok/s  idle actor 25%'
     """
-    parts = [
+    entries = [
         f"eta {_duration(eta_s):>6}",
         f"step {step:{len(str(steps))}d}/{steps}",
-        *_learned(values),
+        *_result_entries(values),
     ]
-    parts += [
+    entries += [
         f"{tag.split('/')[1]} {_number(values[tag], '.3f')}"
         for tag in sorted(values)
         if _is_score(tag)
     ]
-    line = "  ".join(_fitting(parts, "  ", width))
-    tags = sorted(
-        (tag for tag in values if tag.startswith("idle/") and not is_by_peer(tag)), key=_place
-    )
-    idle = [f"{tag[5:]} {_percent(values[tag]):>3}" for tag in tags]
-    shown = _fitting(idle, " ", width - len(f"{line}  idle "))
+    line = "  ".join(_first_that_fit(entries, "  ", width))
+    idle_tags = [tag for tag in values if tag.startswith("idle/") and not is_by_peer(tag)]
+    idle_tags.sort(key=_idle_order)
+    idle = [f"{tag[5:]} {_percent(values[tag]):>3}" for tag in idle_tags]
+    shown = _first_that_fit(idle, " ", width - len(f"{line}  idle "))
     return f"{line}  idle {' '.join(shown)}" if shown else line
 
 
-def _learned(values: Mapping[str, float]) -> list[str]:
-    """Reward of the policy for what it draws, and the speed; or, where nothing is drawn, its
-    loss."""
+def _result_entries(values: Mapping[str, float]) -> list[str]:
+    """Reward, staleness and speed of sampling; if the run does not sample, loss and speed of
+    training."""
     if _LOSS in values and "reward/mean" not in values:
         return [
             f"loss {_number(values[_LOSS], '.4f')}",
@@ -82,19 +77,21 @@ def _learned(values: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _fitting(parts: Sequence[str], between: str, width: int) -> list[str]:
-    """The first of ``parts`` that fit in a line together."""
-    ends = accumulate(len(part) + len(between) for part in parts)
-    return [part for part, end in zip(parts, ends, strict=True) if end - len(between) <= width]
+def _first_that_fit(entries: Sequence[str], separator: str, width: int) -> list[str]:
+    """The first of ``entries`` that fit in a line of ``width`` characters."""
+    ends = accumulate(len(entry) + len(separator) for entry in entries)
+    return [
+        entry for entry, end in zip(entries, ends, strict=True) if end - len(separator) <= width
+    ]
 
 
 class Progress:
-    """Prints progress lines: every step in a log; on a terminal one that overwrites itself, some of
-    which stay."""
+    """Prints progress lines. In a log, every line stays; on a terminal, most lines are
+    overwritten."""
 
     def __init__(self, steps: int, stream: TextIO | None = None, keep_every: int = 10) -> None:
-        """`keep_every`: steps between lines that stay on a terminal, besides those with evaluations
-        and the last."""
+        """`keep_every`: steps between lines that stay on a terminal. Lines with evaluations and the
+        last line also stay."""
         self._steps = steps
         self._stream = unfiltered(sys.stdout) if stream is None else stream
         self._keep_every = keep_every
@@ -104,8 +101,8 @@ class Progress:
         self._speed = math.nan
 
     def update(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        """Show a step that was finished at wall-clock time `at` (now, if left out)."""
-        # Where generation is ahead of training, it may be that none of it ended within a step.
+        """Show a step that was finished at wall-clock time `at`; None: now."""
+        # If generation is ahead of training, possibly no generation has ended within this step.
         self._speed = values.get(_SPEED, self._speed)
         width = shutil.get_terminal_size().columns - 1 if self.terminal else WIDTH
         eta_s = self._eta(step, time.time() if at is None else at)
@@ -119,7 +116,7 @@ class Progress:
             self._open = False
 
     def show(self, text: str) -> None:
-        """Show ``text`` on a terminal, as a line that the next one overwrites; cut to its width."""
+        """Show ``text`` on a terminal, cut to its width. The next line overwrites it."""
         if self.terminal:
             self._write(
                 f"\r{escape_line(text)[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}"
@@ -127,7 +124,7 @@ class Progress:
             self._open = True
 
     def close(self) -> None:
-        """Leave the cursor at the start of a fresh line."""
+        """Move the cursor to the start of a new line."""
         if self._open:
             self._write("\n")
             self._open = False
@@ -142,20 +139,20 @@ class Progress:
         )
 
     def _eta(self, step: int, now: float) -> float | None:
-        """Seconds left at the pace of the last steps; None until there is a pace."""
+        """Remaining seconds at the speed of the last steps. None: the speed is unknown."""
         if self._ends and step < self._ends[-1][0]:
             self._ends.clear()
         if not self._ends or step > self._ends[-1][0]:
             self._ends.append((step, now))
-        left = max(0, self._steps - 1 - step)
-        if left == 0:
+        remaining_steps = max(0, self._steps - 1 - step)
+        if remaining_steps == 0:
             return 0.0
-        (first, since), (last, until) = self._ends[0], self._ends[-1]
-        return left * (until - since) / (last - first) if last > first else None
+        (first, begin), (last, end) = self._ends[0], self._ends[-1]
+        return remaining_steps * (end - begin) / (last - first) if last > first else None
 
 
-def _place(tag: str) -> tuple[int, str]:
-    """Key by which roles are sorted: the two whose idleness costs most come first."""
+def _idle_order(tag: str) -> tuple[int, str]:
+    """Sort key of roles. The two roles whose idle time is most expensive come first."""
     first = ("idle/actor", "idle/rollout")
     return (first.index(tag) if tag in first else len(first)), tag
 

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl: one merged row a step, of the lineage that survived."""
+"""Reads metrics.jsonl. Each step of the surviving lineage becomes one merged row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_hpc.base.foreign_files import ForeignFileError, open_in_run, parse_js
 from relax_hpc.base.metrics.writer import METRICS_FILE, RESERVED
 
 _FILE_BYTES = 1 << 30
-"""Bytes of a file of metrics at most. One of 100,000 steps has half as many."""
+"""Bytes of a file of metrics, at most. A file of 100,000 steps has half as many."""
 _LARGEST = 2**53
 """Bound of steps and incarnations: larger integers have no exact float."""
 
@@ -28,32 +28,31 @@ class Metrics:
     """Rows by ascending step: {"step": int, "time": s, "incarnation": int, tag: float, ...}; a null
     is nan."""
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of all steps that were ever written, in the order of the file."""
+    """All lines of steps, superseded ones too, in the order of the file."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     """(incarnation, step) of each return to an earlier step, in the order of the file."""
     torn: int = 0
-    """Lines left out because they are not whole (their writer was killed)."""
+    """Number of incomplete lines, which are left out. Their writer was killed."""
 
 
 def is_step(row: Mapping[str, Any]) -> bool:
-    """Whether a row, or a line, has what a training step reports; others are of evaluations
-    alone."""
+    """Whether a row or a line belongs to a training step. Others have only evaluations."""
     return "reward/mean" in row or "perf/step_s" in row
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run by ascending step (see `Metrics.rows`); empty when there is no file yet."""
+    """The rows of a run by ascending step, see `Metrics.rows`. Empty: there is no file yet."""
     return load_metrics(run_dir).rows
 
 
 def load_metrics(run_dir: Path) -> Metrics:
     """Read and merge <run_dir>/metrics.jsonl.
 
-    A line of step s vanishes when a rollback to a step <= s stands in a newer incarnation, or after
-    it in its own; a straggler of an older one cannot come back. Evaluations at the very step of the
-    rollback stay: they are of the weights that training resumed from. Of the remaining lines of a
-    step the newest incarnation wins, tag by tag. ConfigError: the file is no regular file of a run,
-    or too large to be metrics.
+    A rollback to step r removes lines of steps >= r of older incarnations, and earlier lines of its
+    own incarnation. A late line of an older incarnation is removed too. Evaluations of step r stay,
+    because they are of the weights that training resumed from. Of the remaining lines of a step the
+    newest incarnation wins, tag by tag. ConfigError: the file is not a regular file of a run, or is
+    too large.
     """
     path = run_dir / METRICS_FILE
     if not path.exists():
@@ -63,13 +62,16 @@ def load_metrics(run_dir: Path) -> Metrics:
     except ForeignFileError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     cuts = [
-        (line["incarnation"], place, line["step"])
-        for place, line in enumerate(lines)
+        (line["incarnation"], number, line["step"])
+        for number, line in enumerate(lines)
         if "event" in line
     ]
     merged: dict[int, dict[str, Any]] = {}
-    for place, line in sorted(enumerate(lines), key=lambda item: (item[1]["incarnation"], item[0])):
-        if "event" not in line and (kept := _surviving(line, place, cuts)):
+    numbered = sorted(enumerate(lines), key=lambda item: (item[1]["incarnation"], item[0]))
+    for number, line in numbered:
+        if "event" in line:
+            continue
+        if kept := _surviving(line, number, cuts):
             merged.setdefault(line["step"], {}).update(kept)
     rollbacks = [(incarnation, step) for incarnation, _, step in cuts]
     written = [line for line in lines if "event" not in line]
@@ -83,16 +85,19 @@ def load_metrics(run_dir: Path) -> Metrics:
 
 def tags_of(rows: Iterable[dict[str, Any]]) -> list[str]:
     """Sorted tags that occur in rows."""
-    return sorted({key for row in rows for key in row} - RESERVED)
+    return sorted(set().union(*rows) - RESERVED)
 
 
 def _surviving(
-    line: dict[str, Any], place: int, cuts: list[tuple[int, int, int]]
+    line: dict[str, Any], number: int, cuts: list[tuple[int, int, int]]
 ) -> dict[str, Any] | None:
-    """Part of a line that no rollback has superseded: all of it, its evaluations, or None."""
-    later = [
-        step for incarnation, at, step in cuts if (incarnation, at) > (line["incarnation"], place)
-    ]
+    """Values of a line that no rollback has superseded: all, its evaluations, or None.
+
+    ``number``: number of the line in the file. ``cuts``: (incarnation, number of the line, step) of
+    each rollback.
+    """
+    position = (line["incarnation"], number)
+    later = [step for incarnation, at, step in cuts if (incarnation, at) > position]
     cut = min(later, default=math.inf)
     if line["step"] < cut:
         return line
@@ -113,18 +118,15 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def parse_lines(texts: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """Complete lines, each null as nan, and the number of broken lines."""
+    """Complete lines, with nan for each null, and the number of incomplete lines."""
     lines, torn = [], 0
     for text in texts:
         if not text.strip():
             continue
         try:
             line = parse_json(text)
-            step, incarnation, time = (
-                int(line["step"]),
-                int(line["incarnation"]),
-                float(line["time"]),
-            )
+            step, incarnation = int(line["step"]), int(line["incarnation"])
+            time = float(line["time"])
         except (ValueError, KeyError, TypeError, OverflowError):
             torn += 1
             continue
@@ -145,7 +147,7 @@ def _is_number(value: object) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """``value``, or nan in the place of a number that is none or has no float."""
+    """``value``; nan for None, and for a number that no finite float can represent."""
     if value is None:
         return math.nan
     if not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""Spans of a run, read from its files."""
+"""Reads the spans of a run from its files."""
 
 from __future__ import annotations
 
@@ -15,23 +15,34 @@ from relax_hpc.base.rundir import is_map
 
 _FILE = re.compile(r"inc-(\d{6})/spans-(\w+)-(\d+)\.jsonl", re.ASCII)
 _TEXT, _TIME = (str, type(None)), (int, float)
-_CLOCK = {
+_Kinds = dict[str, type | tuple[type, ...]]
+_CLOCK: _Kinds = {
     "role": str,
     "boot": str,
     "wall": _TIME,
     "monotonic": _TIME,
     "began": (*_TIME, type(None)),
 }
-_SPAN = {"role": str, "what": str, "step": (int, type(None)), "start": _TIME, "end": _TIME}
-_SPAN |= {"peer": _TEXT, "reason": _TEXT, "lane": _TEXT}
+_SPAN: _Kinds = {
+    "role": str,
+    "what": str,
+    "step": (int, type(None)),
+    "start": _TIME,
+    "end": _TIME,
+    "peer": _TEXT,
+    "reason": _TEXT,
+    "lane": _TEXT,
+}
 _LONGEST = 1e12
-"""Seconds from now beyond which a time was not measured."""
+"""Bound of times in seconds. A larger number is not a measured time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Span of a role's time in [start, end], wall-clock seconds that agree exactly between
-    processes of one machine."""
+    """Span of a role's time in [start, end], in wall-clock seconds.
+
+    The clocks of processes of one machine agree exactly.
+    """
 
     role: str
     what: str
@@ -39,14 +50,14 @@ class Span:
     start: float
     end: float
     peer: str = ""
-    """Role, or what else, that a wait was for."""
+    """Role or other cause of a wait."""
     reason: str = ""
     lane: str = ""
 
 
 @dataclass(slots=True)
 class Process:
-    """One process of a role, as its file tells; times as those of its spans."""
+    """One process of a role, from its file of spans. Times are those of `Span`."""
 
     group: str
     incarnation: int
@@ -54,48 +65,58 @@ class Process:
     rank: str
     began: float
     ended: float | None = None
-    """Time of its end by its own word; None: it goes on, or had no time to say so."""
+    """Time at which it wrote that it ends. None: it still runs, or was killed."""
     spans: list[Span] = field(default_factory=list)
 
     @property
     def last(self) -> float:
-        """Time until which its spans are known."""
+        """End of its last span."""
         return max([self.began, *(span.end for span in self.spans)])
 
     def workers(self) -> list[list[Span]]:
-        """The spans of each of its lanes; at least one list."""
+        """The spans of each of its lanes; at least one list. Spans without lane are in all
+        lists."""
         lanes = sorted({span.lane for span in self.spans} - {""})
-        return [[s for s in self.spans if s.lane in (lane, "")] for lane in lanes] or [self.spans]
+        if not lanes:
+            return [self.spans]
+        return [self._spans_of_lane(lane) for lane in lanes]
+
+    def _spans_of_lane(self, lane: str) -> list[Span]:
+        return [span for span in self.spans if span.lane in (lane, "")]
 
 
 def read_spans(run_dir: Path) -> list[Span]:
     """All spans of logs/<group>/inc-*/spans-*.jsonl by start; see `read_processes`."""
-    spans = (span for process in read_processes(run_dir) for span in process.spans)
+    spans: list[Span] = []
+    for process in read_processes(run_dir):
+        spans += process.spans
     return sorted(spans, key=lambda span: span.start)
 
 
 def read_processes(run_dir: Path) -> list[Process]:
-    """All processes that wrote spans, by group, incarnation and name; what is none of ours is left
-    out."""
+    """All processes that wrote spans, by group, incarnation and name. Other files are left out."""
     offsets: dict[str, float] = {}
     paths = sorted(run_dir.glob("logs/*/inc-*/spans-*.jsonl"))
-    found = (_read_process(path, offsets) for path in paths)
-    return [process for process in found if process]
+    processes = [_read_process(path, offsets) for path in paths]
+    return [process for process in processes if process]
 
 
 def _read_process(path: Path, offsets: dict[str, float]) -> Process | None:
-    """None without a whole line that ties its clock. ``offsets`` of wall time, by boot of a
-    machine."""
+    """The process that wrote ``path``. None: the file has no complete first line.
+
+    ``offsets``: wall time minus monotonic time, by the boot of a machine.
+    """
     process, offset = None, 0.0
-    named = _FILE.fullmatch("/".join(path.parts[-2:]))
-    for line in _lines(path) if named and path.is_file() else ():
-        if named and is_map(line, **_CLOCK) and line["role"] == named[2]:
+    match = _FILE.fullmatch("/".join(path.parts[-2:]))
+    if not match or not path.is_file():
+        return None
+    incarnation, role, rank = match.groups()
+    for line in _lines(path):
+        if is_map(line, **_CLOCK) and line["role"] == role:
             offset = offsets.setdefault(line["boot"], line["wall"] - line["monotonic"])
             if process is None:
                 began = line["monotonic"] if line.get("began") is None else line["began"]
-                process = Process(
-                    path.parts[-3], int(named[1]), line["role"], named[3], began + offset
-                )
+                process = Process(path.parts[-3], int(incarnation), role, rank, began + offset)
         elif process and is_map(line, ended=_TIME):
             process.ended = line["ended"] + offset
         elif process and is_map(line, **_SPAN):
@@ -104,19 +125,20 @@ def _read_process(path: Path, offsets: dict[str, float]) -> Process | None:
 
 
 def _span(line: dict, offset: float) -> Span:
-    about = (line.get(name) or "" for name in ("peer", "reason", "lane"))
     return Span(
-        line["role"],
-        line["what"],
-        line["step"],
-        line["start"] + offset,
-        line["end"] + offset,
-        *about,
+        role=line["role"],
+        what=line["what"],
+        step=line["step"],
+        start=line["start"] + offset,
+        end=line["end"] + offset,
+        peer=line.get("peer") or "",
+        reason=line.get("reason") or "",
+        lane=line.get("lane") or "",
     )
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals by start; empty and reversed ones are left out."""
+    """Disjoint intervals with the same points, by start. Empty and reversed ones are left out."""
     merged: list[Interval] = []
     for start, end in sorted(pair for pair in intervals if pair[1] > pair[0]):
         if merged and start <= merged[-1][1]:
@@ -142,5 +164,5 @@ def _lines(path: Path) -> Iterator[dict]:
 
 
 def _is_sound(value: object) -> bool:
-    """Whether it is no number that nobody measured: NaN, infinity, a year beyond all calendars."""
+    """Whether ``value`` is no number, or one that can be a measured time (not NaN or infinity)."""
     return not isinstance(value, int | float) or abs(value) < _LONGEST

@@ -1,4 +1,4 @@
-"""Shares of each role's time: as tags of a step, and back from the steps of metrics.jsonl."""
+"""Shares of each role's time: as tags of a step, and summed over steps of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ _WAITED = re.compile(rf"{IDLE}(.+?){FOR}(.+)")
 
 
 def tags_of_time(role: str, seconds: Mapping[str, float]) -> dict[str, float]:
-    """``seconds`` as `Spans.take` gives them, as tags: what was waited, of all, for whom, and
-    seconds by kind."""
+    """Tags for the ``seconds`` by kind of `Spans.take`: idle shares by peer, and seconds by
+    kind."""
     total = sum(seconds.values())
     if not total:
         return {}
-    waited = {what: spent for what, spent in seconds.items() if what.startswith(_WAIT)}
-    tags = {f"{IDLE}{role}": sum(waited.values()) / total}
-    tags |= {
-        f"{IDLE}{role}{what[len(_WAIT) :]}": s / total
-        for what, s in waited.items()
-        if what != _WAIT
-    }
-    kinds = {what: spent for what, spent in seconds.items() if what not in waited} | {
-        _WAIT: sum(waited.values())
-    }
-    return tags | {f"perf/{role}_{what}_s": spent for what, spent in kinds.items()}
+    waits = {kind: spent for kind, spent in seconds.items() if kind.startswith(_WAIT)}
+    tags = {f"{IDLE}{role}": sum(waits.values()) / total}
+    for kind, spent in waits.items():
+        if kind != _WAIT:
+            tags[f"{IDLE}{role}{kind.removeprefix(_WAIT)}"] = spent / total
+    for kind, spent in seconds.items():
+        if kind not in waits:
+            tags[f"perf/{role}_{kind}_s"] = spent
+    tags[f"perf/{role}_{_WAIT}_s"] = sum(waits.values())
+    return tags
 
 
 def is_by_peer(tag: str) -> bool:
-    """Whether it is a part of another tag's idle time.
+    """Whether ``tag`` is the idle time for one peer, which is a part of a role's idle time.
 
     >>> is_by_peer("idle/actor_for_rollout"), is_by_peer("idle/actor_fwd")
     (True, False)
@@ -45,35 +44,39 @@ def is_by_peer(tag: str) -> bool:
 
 
 def shares_of_time(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Shares of each role's time in these steps: `at` the kinds, which add up to 1, and of the
-    waiting `for` whom.
+    """Shares of each role's time in these steps.
+
+    `at`: share of each kind; their sum is 1. `for`: share of waiting for each peer.
 
     >>> step = {"idle/actor": 0.25, "idle/actor_for_rollout": 0.25}
     >>> shares_of_time([{**step, "perf/actor_train_s": 3, "perf/actor_wait_s": 1}])
     {'actor': {'at': {'train': 0.75, 'wait': 0.25}, 'for': {'rollout': 0.25}}}
     """
-    at: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    kinds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     peers: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
-        spent = {match.groups(): row[tag] for tag in row if (match := _SECONDS.fullmatch(tag))}
-        for (role, what), seconds in spent.items():
-            at[role][what] += seconds
-        for tag, match in ((tag, _WAITED.fullmatch(tag)) for tag in row):
-            if match:
-                whole = sum(seconds for (role, _), seconds in spent.items() if role == match[1])
-                peers[match[1]][match[2]] += row[tag] * whole
-    totals = {role: sum(seconds.values()) for role, seconds in at.items()}
-    return {
-        role: {"at": _over(at[role], total), "for": _over(peers[role], total)}
-        for role, total in sorted(totals.items())
-        if total
-    }
+        totals: dict[str, float] = defaultdict(float)
+        for tag, value in row.items():
+            if match := _SECONDS.fullmatch(tag):
+                role, kind = match.groups()
+                kinds[role][kind] += value
+                totals[role] += value
+        for tag, value in row.items():
+            if match := _WAITED.fullmatch(tag):
+                role, peer = match.groups()
+                peers[role][peer] += value * totals[role]
+    shares = {}
+    for role, seconds in sorted(kinds.items()):
+        total = sum(seconds.values())
+        if total:
+            shares[role] = {
+                "at": _divide(seconds, total),
+                "for": _divide(peers[role], total),
+            }
+    return shares
 
 
-def _over(seconds: Mapping[str, float], total: float) -> dict[str, float]:
+def _divide(seconds: Mapping[str, float], total: float) -> dict[str, float]:
     """Shares of ``total``, largest first."""
-    return {
-        what: spent / total
-        for what, spent in sorted(seconds.items(), key=lambda item: -item[1])
-        if spent
-    }
+    largest_first = sorted(seconds.items(), key=lambda item: -item[1])
+    return {name: spent / total for name, spent in largest_first if spent}

@@ -1,4 +1,4 @@
-"""Spans of a process's work and waits, in a file and in totals: where its time goes."""
+"""Spans of a process's work and waits: written to a file, and summed by kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,24 +17,23 @@ from relax_hpc.base.log_rotation import rotate_closed_file
 from relax_hpc.base.metrics.accounting import Account, Label
 
 MODEL_KINDS = ("generate", "engine_update", "forward", "train")
-"""Kinds in which a model or an engine computes."""
+"""Kinds of work in which a model or an engine computes."""
 KINDS = (*MODEL_KINDS, "publish", "checkpoint", "wait", "eval", "queue", "weights", "start")
-"""All kinds; whoever adds one adds it here, and to `accounting.PRIORITY`."""
+"""All kinds. A new kind is added here and to `accounting.PRIORITY`."""
 FOR = "_for_"
-"""Infix of a kind such as `wait_for_rollout`: seconds of waiting by peer."""
+"""Infix of the kind of waits for one peer, such as `wait_for_rollout`."""
 
 _FLUSH_S = 1.0
 ROTATION_BYTES, _KEPT_PARTS = 16 << 20, 128
-"""Bytes of a part, and parts that are kept: 2 GiB of spans, which take a tenth of that
+"""Bytes of a rotated file, and rotated files that are kept: 2 GiB of spans, a tenth of that
 compressed."""
 _ROUND_TRIP_S = 0.05
-"""Seconds by which a wait may be longer than the queue says it was."""
+"""Seconds by which a wait may be longer than the time that the queue reports for it."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_start_time() -> float:
-    """Time at which this process was started, of the monotonic clock, to a hundredth of a
-    second."""
+    """Start time of this process on the monotonic clock, accurate to 0.01 s."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
@@ -42,16 +41,16 @@ def process_start_time() -> float:
 
 @dataclass(slots=True, eq=False)
 class OpenSpan:
-    """A span that goes on. Of a wait, ``because`` says what it was for."""
+    """A span that has not ended. For a wait, `set_causes` sets the peers and reasons."""
 
     what: str
     step: int | None
     lane: str
     cause: tuple[str, str]
-    """Peer and reason of a wait, where nothing better is known of it."""
+    """Peer and reason of a wait, for the time without entry in `causes`."""
     begun: float
     start: float
-    """Time from which on it is not in the file yet."""
+    """Begin of the time that is not in the file yet."""
     causes: list[tuple[Label, float, float]] = field(default_factory=list)
 
     @property
@@ -59,20 +58,22 @@ class OpenSpan:
         return Label(self.what, *self.cause)
 
     def set_causes(self, waited: Iterable[Sequence]) -> None:
-        """The wait ends now, and was for these (peer, reason, seconds) one after the other; before
-        them for `cause`."""
+        """Set the causes of a wait that ends now: consecutive (peer, reason, seconds).
+
+        The time before them has the cause `cause`.
+        """
         end = time.monotonic()
         low = self.causes[-1][2] if self.causes else self.start
-        found = []
+        causes = []
         for peer, reason, seconds in reversed(list(waited)):
             start = max(low, end - seconds)
             if start < end:
-                found.append((Label(self.what, peer, reason), start, end))
+                causes.append((Label(self.what, peer, reason), start, end))
             end = start
-        self.causes += reversed(found)
+        self.causes += reversed(causes)
 
     def pieces(self, now: float) -> list[tuple[Label, float, float]]:
-        """Pieces of it since `start`, without gaps."""
+        """Pieces of the span since `start`, without gaps."""
         pieces: list[tuple[Label, float, float]] = []
         at = self.start
         for label, start, end in self.causes:
@@ -88,11 +89,10 @@ class OpenSpan:
 
 
 class Spans:
-    """Accounts the time of one process, in a file and in totals since the last ``take``; safe to
-    use from threads.
+    """Records the time of one process: in a file, and as totals since the last `take`. Thread-safe.
 
-    A process may have several lanes, such as one an engine, each with an account of its own. Where
-    spans of a lane overlap, totals have each second once (`accounting.PRIORITY`).
+    A process may have several lanes, such as one for each engine. Each lane has its account. If
+    spans of a lane overlap, the totals count each second once, see `accounting.PRIORITY`.
 
     ::
 
@@ -104,10 +104,10 @@ class Spans:
     """
 
     def __init__(self, path: Path, role: str, began: float | None = None) -> None:
-        """Append to `path`; its first line ties the monotonic clock of this boot of the machine to
-        wall time.
+        """Append to `path`. Its first line relates the monotonic clock of this boot to wall time.
 
-        ``began``: when the process was; from then to the first span of each lane is its `start`.
+        ``began``: start time of the process. The time from then to the first span of a lane is of
+        kind `start`.
         """
         self._path, self._role = path, role
         self._lock = threading.Lock()
@@ -122,9 +122,9 @@ class Spans:
     def __call__(
         self, what: str, step: int | None = None, lane: str = "", cause: tuple[str, str] = ("", "")
     ) -> Iterator[OpenSpan]:
-        """Account the time of the block to `what` (one of KINDS), also when it raises.
+        """Record the time of the block as kind ``what`` (one of KINDS), also if the block raises.
 
-        ``cause``: of a wait the peer and the reason, unless the span is told others.
+        ``cause``: peer and reason of a wait, for the time without entry in `OpenSpan.causes`.
         """
         now = time.monotonic()
         span = OpenSpan(what, step, lane, cause, now, now)
@@ -138,11 +138,11 @@ class Spans:
             self._finish(span)
 
     def take(self) -> dict[str, float]:
-        """Seconds of each kind since the last take, spans still running counted up to now; they add
-        up to the time that has passed, in each lane. A wait for a peer that is known is
-        `wait_for_<peer>`.
+        """Seconds of each kind since the last call. Their sum in each lane is the time that has
+        passed.
 
-        Those that run for long are written up to now too, so that little is lost with the process.
+        Open spans count up to now. A wait with a known peer is of kind `wait_for_<peer>`. Long open
+        spans are also written up to now, so that little is lost if the process is killed.
         """
         now = time.monotonic()
         totals: dict[str, float] = defaultdict(float)
@@ -153,26 +153,23 @@ class Spans:
                     span.start, span.causes = now, []
             for account in self._accounts.values():
                 for label, seconds in account.take(now).items():
-                    totals[f"{label.what}{FOR}{label.peer}" if label.peer else label.what] += (
-                        seconds
-                    )
+                    kind = f"{label.what}{FOR}{label.peer}" if label.peer else label.what
+                    totals[kind] += seconds
         return dict(totals)
 
     def longest_work_s(self) -> float:
-        """Seconds that the longest piece of work has been going on; 0 while there is only
-        waiting."""
+        """Seconds since the begin of the oldest open span of work; 0: all open spans are waits."""
         with self._lock:
             begun = [span.begun for span in self._open.values() if span.what != "wait"]
         return max((time.monotonic() - start for start in begun), default=0.0)
 
     def is_starting(self) -> bool:
-        """Whether the process has begun neither to work nor to wait for work."""
+        """Whether the process has not begun its first span."""
         with self._lock:
             return not self._accounts
 
     def close(self) -> None:
-        """Write that the process ends in good order, and close the file; a second call does
-        nothing."""
+        """Write that the process ends cleanly, and close the file. Safe to call twice."""
         with self._lock:
             self._write({"ended": time.monotonic()})
             self._file.close()
@@ -207,14 +204,14 @@ class Spans:
                 "start": start,
                 "end": until,
             }
-            about = {"lane": span.lane, "peer": label.peer, "reason": label.reason}
-            self._write(line | {name: value for name, value in about.items() if value})
+            texts = {"lane": span.lane, "peer": label.peer, "reason": label.reason}
+            self._write(line | {name: text for name, text in texts.items() if text})
 
-    def _write(self, line: dict[str, object]) -> None:
+    def _write(self, line: Mapping[str, object]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
 
     def _begin_file(self) -> None:
-        """Each file and part of it has the line without which its spans have no time."""
+        """Open the file and write the line that relates its clock to wall time."""
         self._file = AppendFile(self._path)
         now, wall = time.monotonic(), time.time()
         self._write(
@@ -229,7 +226,7 @@ class Spans:
         self._file.flush()
 
     def _flush_if_due(self, now: float) -> None:
-        # Also when a span starts: a long wait must not hold back what was measured before it.
+        # Also called when a span begins, so that a long wait does not delay the previous spans.
         if now - self._flushed >= _FLUSH_S and not self._file.closed:
             self._file.flush()
             self._flushed = now

@@ -1,5 +1,5 @@
-"""The workers of a run over time: whole seconds by label, the steps that were trained, and the pace
-of both sides."""
+"""Time of the workers of a run: seconds by label, end times of steps, and busy time of both
+sides."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from relax_hpc.base.metrics.accounting import (
 from relax_hpc.base.metrics.read_spans import Process, Span, merge_intervals
 
 USEFUL = ("generate", "train", "forward", "eval", "queue")
-"""Work that a new incarnation of a group goes on with; to load or to publish old weights is
-none."""
+"""Kinds of work that advance the run. Loading, and publishing old weights again, do not."""
 
 
 @dataclass(frozen=True)
 class WorkerTimeline:
-    """A rank of a role, or one of the engines of a rank, from the start of its process to its
-    end."""
+    """A rank of a role, or one engine of a rank, from the start of its process to its end."""
 
     group: str
     incarnation: int
@@ -39,18 +37,20 @@ class WorkerTimeline:
     ended: float
     spans: Sequence[Span]
     ended_cleanly: bool
-    """Whether it said itself when it ended; if not, its work after its last span is not known."""
+    """Whether it wrote the time of its end. If not, its work after its last span is unknown."""
 
     @cached_property
     def stretches(self) -> list[Stretch]:
-        """Spans of the worker, and the rest that none tells of."""
-        found = [
+        """Spans of the worker, and the time after its last span if it did not end cleanly."""
+        stretches = [
             (Label(span.what, span.peer, span.reason), span.start, span.end) for span in self.spans
         ]
-        if not found:
+        if not stretches:
             return [(Label("start"), self.began, self.ended)]
-        last = max(end for _, _, end in found)
-        return found if self.ended_cleanly else [*found, (Label(UNFINISHED), last, self.ended)]
+        if not self.ended_cleanly:
+            last = max(end for _, _, end in stretches)
+            stretches.append((Label(UNFINISHED), last, self.ended))
+        return stretches
 
     @cached_property
     def busy(self) -> list[Interval]:
@@ -66,30 +66,38 @@ class WorkerTimeline:
     def seconds(
         self, start: float, end: float, holes: Iterable[Interval] = ()
     ) -> dict[Label, float]:
-        """Seconds of its life in [start, end], but for ``holes``, by label; each one once."""
-        parts = uncovered_intervals((max(start, self.began), min(end, self.ended)), holes)
-        return sum_by_label(seconds_by_label(self.stretches, low, high) for low, high in parts)
+        """Seconds of its life in [start, end], without ``holes``, by label. Each second counts
+        once."""
+        intervals = uncovered_intervals((max(start, self.began), min(end, self.ended)), holes)
+        return sum_by_label(seconds_by_label(self.stretches, low, high) for low, high in intervals)
 
     def useful_interval(self) -> Interval | None:
-        """The start of its first work that helps the run, and the end of its last."""
+        """Begin of its first span of useful work, and end of its last one. None: there is none."""
         spans = [span for span in self.spans if span.what in USEFUL]
-        return (
-            (min(span.start for span in spans), max(span.end for span in spans)) if spans else None
-        )
+        if not spans:
+            return None
+        return min(span.start for span in spans), max(span.end for span in spans)
 
 
 def workers_of_process(process: Process, ended: float) -> list[WorkerTimeline]:
-    """The workers of a process, which ended, if it does not say so itself, at ``ended``."""
-    about = (process.group, process.incarnation, process.role, process.began)
+    """The workers of a process. ``ended``: end of the process, if it has not written it."""
     end = max(process.last, ended if process.ended is None else process.ended)
     return [
-        WorkerTimeline(*about, end, spans, process.ended is not None) for spans in process.workers()
+        WorkerTimeline(
+            process.group,
+            process.incarnation,
+            process.role,
+            process.began,
+            end,
+            spans,
+            process.ended is not None,
+        )
+        for spans in process.workers()
     ]
 
 
 def step_ends(workers: Iterable[WorkerTimeline]) -> dict[int, float]:
-    """Time at which each step was trained, the last time that it was, in ascending order of
-    steps."""
+    """End of the last training of each step, in ascending order of steps."""
     ends: dict[int, float] = {}
     for _, span in _training(workers):
         if span.step is not None:
@@ -98,7 +106,7 @@ def step_ends(workers: Iterable[WorkerTimeline]) -> dict[int, float]:
 
 
 def find_repeated_training(workers: Iterable[WorkerTimeline]) -> list[tuple[WorkerTimeline, Span]]:
-    """Training whose step a later incarnation of the actor had to train once more."""
+    """Spans of training whose step a later incarnation of the actor has trained again."""
     trained = [
         (worker, span, span.step) for worker, span in _training(workers) if span.step is not None
     ]
@@ -109,13 +117,14 @@ def find_repeated_training(workers: Iterable[WorkerTimeline]) -> list[tuple[Work
 
 
 def _training(workers: Iterable[WorkerTimeline]) -> Iterator[tuple[WorkerTimeline, Span]]:
-    actors = (worker for worker in workers if worker.role == "actor")
-    return ((worker, span) for worker in actors for span in worker.spans if span.what == "train")
+    for worker in workers:
+        if worker.role == "actor":
+            yield from ((worker, span) for span in worker.spans if span.what == "train")
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Medians over `steps` steps, seconds: a step, and how long of it each side is busy."""
+    """Medians over `steps` steps, in seconds: length of a step, and busy time of each side."""
 
     steps: int
     step_s: float
@@ -124,15 +133,14 @@ class Pace:
 
     @property
     def overlap(self) -> float:
-        """Overlap of the two sides; 1: a step takes no longer than the busier one."""
+        """Busy time of the busier side, as a share of the step. 1: complete overlap."""
         return max(self.rollout_s, self.actor_s) / self.step_s
 
 
 def measure_pace(workers: Sequence[WorkerTimeline], ends: dict[int, float]) -> Pace | None:
-    """The pace of the steps in ``ends`` whose step before is there too and ended before; None
-    without any.
+    """The pace of the steps in ``ends`` that follow directly on another step. None: there are none.
 
-    Busy is the mean over the workers of a role that live at the time.
+    The busy time is the mean over the workers of a role that run in the step.
     """
     windows = [(ends[step - 1], end) for step, end in ends.items() if ends.get(step - 1, end) < end]
     if not windows:
@@ -145,14 +153,13 @@ def measure_pace(workers: Sequence[WorkerTimeline], ends: dict[int, float]) -> P
 
 
 def _busy(workers: Iterable[WorkerTimeline], start: float, end: float) -> float:
-    """Seconds of [start, end] in which ``workers`` were busy, on average."""
-    lives = [(worker, lived) for worker in workers if (lived := worker.seconds_alive(start, end))]
-    whole = sum(lived for _, lived in lives)
-    return (
-        (end - start) * sum(_covered(worker.busy, start, end) for worker, _ in lives) / whole
-        if whole
-        else 0.0
-    )
+    """Mean seconds of [start, end] in which ``workers`` were busy."""
+    seconds_busy = seconds_alive = 0.0
+    for worker in workers:
+        if seconds := worker.seconds_alive(start, end):
+            seconds_alive += seconds
+            seconds_busy += _covered(worker.busy, start, end)
+    return (end - start) * seconds_busy / seconds_alive if seconds_alive else 0.0
 
 
 def _covered(merged: Sequence[Interval], start: float, end: float) -> float:

@@ -1,5 +1,4 @@
-"""The metrics of a run, written by the hub alone: one JSON line a step, and the same scalars for
-TensorBoard."""
+"""Writer of a run's metrics, used only by the hub: one JSON line for each step, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from relax_hpc.base.disk_waits import AppendFile
 from relax_hpc.base.metrics.trackers.tensorboard import TensorBoard
 
 GENERATED, GENERATED_SUM = "reward/generated", "reward/generated_sum"
-"""Samples that were drawn and given a reward since the last step, kept or not, and the sum of it:
-rollouts report both, and the hub makes `reward/mean_generated` of them."""
+"""Number of samples with a reward since the last step, and the sum of their rewards. Filtered
+samples count too. Rollouts report both, and the hub computes `reward/mean_generated`."""
 
 COMPONENT_SUM, COMPONENT_COUNT = "reward/component_sum/", "reward/component_count/"
-"""Prefixes of the name of a component of the reward: its sum over samples, and over how many. The
-hub makes `reward/component_<name>` of them."""
+"""Prefixes of the name of a component of the reward, for its sum over samples and their number. The
+hub computes `reward/component_<name>`."""
 
 READ, CACHED = "perf/read_tokens", "perf/cached_tokens"
-"""Tokens that engines were asked with since the last step, and those of them whose keys and values
-they had: the hub makes `perf/cached_share` of both."""
+"""Tokens in requests to engines since the last step, and those whose keys and values were cached.
+The hub computes `perf/cached_share`."""
 
 SKIPPED = "queue/samples_skipped"
 
@@ -33,11 +32,11 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends to <run_dir>/metrics.jsonl and to one event file an incarnation in
-    <run_dir>/tensorboard.
+    """Appends to <run_dir>/metrics.jsonl, and to one event file in <run_dir>/tensorboard for each
+    incarnation.
 
-    Nothing that was written is ever changed: after a resume, ``rolled_back`` says which steps no
-    longer count and `relax_hpc.base.metrics.read` leaves them out.
+    Written lines never change. After a resume, `rolled_back` writes which steps no longer count,
+    and `relax_hpc.base.metrics.read` leaves them out.
 
     ::
 
@@ -46,23 +45,21 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path, incarnation: int) -> None:
-        """Open for appending, making directories as needed; `incarnation` is the incarnation that
-        writes."""
+        """Open the files to append, and create their folders. `incarnation`: of the hub."""
         self.incarnation = incarnation
         self._file = AppendFile(run_dir / METRICS_FILE)
         self.tensorboard = TensorBoard(run_dir, incarnation)
 
     def write(self, step: int, values: Mapping[str, float], time: float | None = None) -> None:
-        """Record the scalars of a step; several lines of one step add up, and of one tag the later
-        value counts.
+        """Write scalars of a step. A step may have several lines; of one tag the last value counts.
 
         Args:
-            step: the training step, from 0. What is measured on version v belongs to step v.
-            values: tag -> anything float() takes; NaN and infinities become null in the JSON line.
-            time: wall-clock seconds since 1970; now if left out.
+            step: the training step, from 0. Measurements on version v belong to step v.
+            values: tag -> a value that float() accepts. NaN and infinities become null in JSON.
+            time: wall-clock seconds since 1970. None: now.
 
         Raises:
-            ValueError: a tag has the name of one of the line's own fields.
+            ValueError: a tag has the name of a field of the line.
         """
         if taken := RESERVED.intersection(values):
             raise ValueError(
@@ -76,8 +73,8 @@ class MetricsWriter:
         self.tensorboard.log(step, scalars, time)
 
     def rolled_back(self, step: int) -> None:
-        """Training goes on at `step`: what was written before for this and later steps no longer
-        counts."""
+        """Write that training resumes at `step`: earlier lines of this and later steps no longer
+        count."""
         now = clock.time()
         self._append(
             {"step": step, "time": now, "incarnation": self.incarnation, "event": "rolled_back"}
@@ -85,7 +82,7 @@ class MetricsWriter:
         self.tensorboard.rolled_back(step)
 
     def close(self) -> None:
-        """Flush both files and close them; a second call does nothing."""
+        """Flush and close both files. Safe to call twice."""
         self._file.close()
         self.tensorboard.finish()
 

@@ -38,7 +38,7 @@ from relax_hpc.net.rendezvous.process import (
 )
 
 LOOK_S = 0.2
-"""Seconds between two looks at metrics.jsonl."""
+"""Seconds between two reads of metrics.jsonl."""
 _BLOCK_BYTES = 256 << 10
 """Bytes that are logged before the offset is stored. A line has a few thousand."""
 
