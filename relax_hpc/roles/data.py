@@ -27,7 +27,7 @@ from relax_hpc.queue.plan import GENERATED
 from relax_hpc.queue.process_context import END, HUB, NEWS, Context
 from relax_hpc.queue.row_ids import row_id
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.rollout.bad_row_reports import note_bad_lines
+from relax_hpc.rollout.bad_row_reports import report_bad_rows
 from relax_hpc.rollout.media import UNUSABLE, PromptMedia
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rollout.samples import PromptSource
@@ -49,7 +49,7 @@ def run(context: Context) -> None:
     context.report_phase("reading rows")
     examples = open_train(context.run, config, load_tokenizer(context.model))
     assert client is not None
-    note_bad_lines(client, examples)
+    report_bad_rows(client, examples)
     context.report_phase("")
     with ExampleMedia(context) as media:
         Feeder(context, PromptSource(examples, config), media).serve()

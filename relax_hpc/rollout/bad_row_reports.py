@@ -1,4 +1,4 @@
-"""Reports to the queue which training rows cannot be used. The queue counts them."""
+"""Reports of unusable training rows to the queue, which counts them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from relax_hpc.data.prompt_file import PromptFile, PromptSets
 from relax_hpc.queue.client import QueueClient
 
 
-def note_bad_lines(client: QueueClient, rows: PromptFile | PromptSets) -> None:
-    """Report them once a run: an earlier incarnation of the group may have done so."""
+def report_bad_rows(client: QueueClient, rows: PromptFile | PromptSets) -> None:
+    """Report the unusable ``rows`` once in a run: not again after a restart of the group."""
     noted = client.status.get().result().noted
     if not any(name.startswith("bad_prompt/") for name in noted):
-        for place, reason in rows.bad_rows():
-            client.status.note("bad_prompt", place, reason)
+        for location, reason in rows.bad_rows():
+            client.status.note("bad_prompt", location, reason)

@@ -1,4 +1,4 @@
-"""The time of an engine, of which several requests are in flight at once."""
+"""Spans of the activity of an engine, which has several requests in flight."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import ExitStack, contextmanager
 from relax_hpc.base.metrics.spans import Spans
 
 _TICKETS = ("actor", "tickets")
-"""Cause of an engine's wait where no other is told: versions and room in the queue come from
-there."""
+"""Default cause of an engine's wait: tickets need versions of the actor and space in the queue."""
 _ENVIRONMENTS = ("environments", "step")
-"""Cause of the wait of an engine all of whose episodes are with their environments."""
+"""Cause of the wait of an engine while all of its episodes wait for their environments."""
 
 
 class Activity:
-    """Activity of an engine, as spans: several requests at once count once, and only an engine
-    without any work waits.
+    """Activity of an engine as spans. Overlapping requests of a kind are one span. The engine waits
+    if it has no request at all.
 
-    Make it when the engine has started. ``lane``: its own among those of the process.
+    Create it when the engine has started. ``lane``: name of the engine's lane among those of the
+    process.
     """
 
     def __init__(self, spans: Spans, lane: str = "") -> None:
@@ -30,52 +30,53 @@ class Activity:
         """Episodes that are played against environments."""
         self._begin("wait", None)
 
-    def because(self, waited: Iterable[Sequence]) -> None:
-        """Name ``waited`` as the causes of the wait so far, if it waits; see `OpenSpan.because`."""
+    def set_wait_causes(self, waited: Iterable[Sequence]) -> None:
+        """Set the causes of the present wait, if the engine waits; see `OpenSpan.set_causes`."""
         if "wait" in self._open and not self._playing:
             self._waiting.set_causes(waited)
 
     @contextmanager
     def playing(self) -> Iterator[None]:
-        """An episode against an environment, for which the engine waits where it has no other
-        work."""
-        self._play(1)
+        """An episode against an environment. A wait of the engine during the block has the cause
+        `_ENVIRONMENTS`."""
+        self._change_playing(1)
         try:
             yield
         finally:
-            self._play(-1)
+            self._change_playing(-1)
 
-    def _play(self, change: int) -> None:
+    def _change_playing(self, change: int) -> None:
         before, self._playing = self._playing, self._playing + change
         if "wait" in self._open and bool(before) != bool(self._playing):
             self._end("wait")
             self._begin("wait", None)
 
     @contextmanager
-    def __call__(self, what: str, step: int | None) -> Iterator[None]:
-        """Work of a kind, from its first overlapping request to the end of its last."""
+    def __call__(self, kind: str, step: int | None) -> Iterator[None]:
+        """Work of a ``kind`` for ``step``. The span lasts from the first to the last of overlapping
+        blocks."""
         if not self._running.total():
             self._end("wait")
-        if not self._running[what]:
-            self._begin(what, step)
-        self._running[what] += 1
+        if not self._running[kind]:
+            self._begin(kind, step)
+        self._running[kind] += 1
         try:
             yield
         finally:
-            self._running[what] -= 1
-            if not self._running[what]:
-                self._end(what)
+            self._running[kind] -= 1
+            if not self._running[kind]:
+                self._end(kind)
             if not self._running.total():
                 self._begin("wait", None)
 
-    def _begin(self, what: str, step: int | None) -> None:
-        self._open[what] = ExitStack()
+    def _begin(self, kind: str, step: int | None) -> None:
+        self._open[kind] = ExitStack()
         cause = ("", "")
-        if what == "wait":
+        if kind == "wait":
             cause = _ENVIRONMENTS if self._playing else _TICKETS
-        span = self._open[what].enter_context(self._spans(what, step, self._lane, cause))
-        if what == "wait":
+        span = self._open[kind].enter_context(self._spans(kind, step, self._lane, cause))
+        if kind == "wait":
             self._waiting = span
 
-    def _end(self, what: str) -> None:
-        self._open.pop(what).close()
+    def _end(self, kind: str) -> None:
+        self._open.pop(kind).close()

@@ -7,17 +7,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from relax_hpc.config.schema import EvalConfig
+from relax_hpc.data.generation import Episode, Generation
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.rewards import RewardError, Score
 from relax_hpc.rewards.tolerance import reaches
-from relax_hpc.rollout.engines.engine import EngineFault, Episode, Generation
+from relax_hpc.rollout.engines.engine import EngineFault
 
 Evaluated = tuple[Prompt, Generation | Episode | EngineFault, Score | RewardError]
-"""A prompt, a response to it, and its reward or the error that took its place."""
+"""A prompt, a response or an error, and its reward or the error of the reward."""
 
 
-class Tally:
-    """Tally of one set. A response without a reward, whatever the reason, is left out; it does not
+class EvaluationResults:
+    """Results of one set. A response without a reward is left out, whatever the reason; it does not
     count as 0."""
 
     def __init__(self, settings: EvalConfig) -> None:
@@ -39,19 +40,19 @@ class Tally:
 
     def values(self, name: str) -> Iterator[tuple[str, float]]:
         """Metrics of the set ``name``; a metric without a reward is left out."""
-        means = {self._settings.metric: self._rewards} | {
-            f"pass@{k}": part for k, part in self._passed.items()
-        }
-        return (
-            (f"eval/{name}/{metric}", math.fsum(part) / len(part))
-            for metric, part in means.items()
-            if part
-        )
+        values = {self._settings.metric: self._rewards}
+        values |= {f"pass@{k}": passed for k, passed in self._passed.items()}
+        for metric, numbers in values.items():
+            if numbers:
+                yield f"eval/{name}/{metric}", math.fsum(numbers) / len(numbers)
+
+
+Tally = EvaluationResults  # Name in release 0.1.
 
 
 def pass_at(k: int, count: int, right: int) -> float:
-    """Probability that ``k`` responses, drawn from ``count`` of which ``right`` are right, hold a
-    right one.
+    """Probability that ``k`` responses, drawn from ``count`` of which ``right`` are right, include
+    a right one.
 
     The unbiased estimator 1 - C(count - right, k) / C(count, k) of M. Chen et al., arXiv
     2107.03374, section 2.1.

@@ -1,5 +1,5 @@
-"""Filters of prompt groups: they decide by the rewards which groups are trained on. Other prompts
-replace the rest."""
+"""Filters of prompt groups: they decide by the rewards which groups are trained on. Groups of other
+prompts replace the filtered ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relax_hpc.base.plugins import load_plugin
 from relax_hpc.rewards.tolerance import differ
 
 Filter = Callable[[Sequence[float]], bool]
-"""Whether a prompt group is trained on, by the rewards of its samples."""
+"""Function of the rewards of a prompt group; it returns whether the group is trained on."""
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:

@@ -1,5 +1,5 @@
-"""Media of prompts that are drawn: decoded once a prompt group, and stored where engines and
-trainers read them."""
+"""Media of prompts that are generated: decoded once for each prompt group, and stored where engines
+and trainers read them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from relax_hpc.rollout.media_ahead import MediaAhead
 
 Store = Callable[[Sequence[Loaded]], list[Path]]
 UNUSABLE = (BadMedium, BadMedia)
-"""Errors of media that nobody can use, each with its `reason`."""
+"""Errors of media that cannot be used, each with its `reason`."""
 
 
 class PromptMedia:
-    """Media of a rollout process, decoded by processes of their own. Prompts without any come back
-    as they are, at once. For one event loop."""
+    """Media of a rollout process, decoded by worker processes. Prompts without media are returned
+    unchanged and immediately. For one event loop."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class PromptMedia:
         evaluations: Path,
         settings: MultimodalConfig | None = None,
     ) -> None:
-        """``client``: None where there are evaluations alone. ``model``: a Hugging Face directory.
-        ``evaluations``: folder of the media of evaluations, which no row names: they stay as long
-        as the run."""
+        """``client``: None if there are only evaluations. ``model``: a Hugging Face directory.
+        ``evaluations``: folder of the media of evaluations. No row names them, so they are kept as
+        long as the run."""
         self._client, self._folder = client, evaluations
         settings = settings or MultimodalConfig()
         self._rules = rules = (
@@ -46,93 +46,94 @@ class PromptMedia:
         self._ahead = MediaAhead(rules, settings, self._store_ahead) if rules else None
 
     async def close(self) -> None:
-        """End its processes."""
+        """End the worker processes."""
         if self._ahead:
             await self._ahead.close()
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
-        """Begin with the media of ``prompts``, which will be drawn soon, in this order."""
+        """Start to decode the media of ``prompts``, which will be generated soon, in this order."""
         if self._ahead:
-            self._ahead.expect(medium for prompt in prompts for medium in prompt.media)
+            media: list[PromptMedium] = []
+            for prompt in prompts:
+                media += prompt.media
+            self._ahead.expect(media)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it is of use to say what is expected."""
-        return bool(self._ahead and self._ahead.most_bytes)
+        """Whether a call of `expect` has an effect."""
+        return bool(self._ahead and self._ahead.max_bytes)
 
     def _store_ahead(self, loaded: Loaded) -> None:
-        """Store what no ticket names yet; named by none, it goes when its grace is over."""
+        """Store a medium that no ticket names yet. If none names it later, the store removes it
+        after a grace period."""
         if self._client:
             self._client.media.put(loaded.blob, loaded.media_id)
 
     async def of_ticket(self, prompt: Prompt, ticket: int) -> Prompt:
-        """``prompt`` with its media in the queue's store, where they stay as long as rows of
+        """``prompt`` with its media in the queue's store, which keeps them as long as rows of
         ``ticket`` name them.
 
-        BadMedium, BadMedia: one of them cannot be used."""
+        BadMedium, BadMedia: a medium cannot be used."""
         if prompt.fault:
             raise prompt.fault
-        return (
-            replace(prompt, media=await self.store_for_ticket(prompt.media, ticket))
-            if prompt.media
-            else prompt
-        )
+        if not prompt.media:
+            return prompt
+        return replace(prompt, media=await self.store_for_ticket(prompt.media, ticket))
 
     async def of_evaluation(self, prompt: Prompt) -> Prompt:
-        """``prompt`` of an evaluation with its media stored. BadMedium as `of_ticket`."""
+        """``prompt`` of an evaluation with its media stored. BadMedium as in `of_ticket`."""
         if prompt.fault:
             raise prompt.fault
-        return (
-            replace(prompt, media=await self.store_for_evaluation(prompt.media))
-            if prompt.media
-            else prompt
-        )
+        if not prompt.media:
+            return prompt
+        return replace(prompt, media=await self.store_for_evaluation(prompt.media))
 
     async def store_for_ticket(
         self, media: Sequence[PromptMedium], ticket: int
     ) -> tuple[PromptMedium, ...]:
         """``media`` in the queue's store, which keeps them as long as rows of ``ticket`` name them.
-        BadMedium, BadMedia: one of them cannot be used."""
+        BadMedium, BadMedia: a medium cannot be used."""
         client = self._client
-        assert client, "there are evaluations alone"
+        assert client, "tickets need a client"
 
-        def store(loaded: Sequence[Loaded]) -> list[Path]:
-            ids = store_media(
-                client, ticket, [one.blob for one in loaded], [one.media_id for one in loaded]
-            )
+        def store(media: Sequence[Loaded]) -> list[Path]:
+            blobs = [medium.blob for medium in media]
+            ids = store_media(client, ticket, blobs, [medium.media_id for medium in media])
             paths = [client.media.folder / media_id for media_id in ids]
-            for path, one in zip(paths, loaded, strict=True):
-                # If another role owns the ticket by now, it refuses the rows; until then an engine
-                # looks for them.
+            for path, medium in zip(paths, media, strict=True):
+                # If another role owns the ticket by now, the queue has not stored the media and
+                # will refuse the rows. An engine still reads the media until then.
                 if not path.exists():
-                    client.media.put(one.blob, one.media_id)
+                    client.media.put(medium.blob, medium.media_id)
             return paths
 
-        return await self._stored(media, store)
+        return await self._load_and_store(media, store)
 
     async def store_for_evaluation(self, media: Sequence[PromptMedium]) -> tuple[PromptMedium, ...]:
-        """``media`` in the store of evaluations, for as long as the run. BadMedium."""
+        """``media`` in the store of evaluations, which keeps them as long as the run. BadMedium."""
 
-        def store(loaded: Sequence[Loaded]) -> list[Path]:
+        def store(media: Sequence[Loaded]) -> list[Path]:
             folder = MediaStore(self._folder, durable=False)
-            return [self._folder / folder.put(one.blob, one.media_id) for one in loaded]
+            return [self._folder / folder.put(medium.blob, medium.media_id) for medium in media]
 
-        return await self._stored(media, store)
+        return await self._load_and_store(media, store)
 
-    async def _stored(
+    async def _load_and_store(
         self, media: Sequence[PromptMedium], store: Store
     ) -> tuple[PromptMedium, ...]:
         if not media:
             return ()
-        loaded = await asyncio.gather(*map(self._loaded, media))
+        loaded = await asyncio.gather(*map(self._load, media))
         paths = await asyncio.to_thread(store, loaded)
         return tuple(replace(medium, blob=path) for medium, path in zip(media, paths, strict=True))
 
-    async def _loaded(self, medium: PromptMedium) -> Loaded:
-        assert self._ahead and self._rules, "a prompt of a model that takes text alone has no media"
-        found = await self._ahead.load(medium)
-        if (tokens := self._rules.tokens(found.header)) != medium.tokens:
+    async def _load(self, medium: PromptMedium) -> Loaded:
+        assert self._ahead and self._rules, "the prompts of a model for text only have no media"
+        loaded = await self._ahead.load(medium)
+        tokens = self._rules.tokens(loaded.header)
+        if tokens != medium.tokens:
             raise BadMedium(
-                Reason.SPANS, f"{medium.kind} of {tokens} tokens, its header said {medium.tokens}"
+                Reason.SPANS,
+                f"{medium.kind} of {tokens} tokens, its header announced {medium.tokens}",
             )
-        return found
+        return loaded

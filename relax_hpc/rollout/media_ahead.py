@@ -1,5 +1,5 @@
-"""Media of prompts that will be drawn soon, decoded and stored while nobody waits for others: they
-are there when they are wanted, and no place of an engine stays empty for them."""
+"""Media of prompts that will be generated soon, decoded and stored while no prompt waits for media.
+They are ready when they are needed, so that no engine slot stays empty."""
 
 from __future__ import annotations
 
@@ -20,89 +20,89 @@ Key = tuple[Kind, Source, MediumOptions]
 
 
 class MediaAhead:
-    """Media by a pool of workers, some of them ahead; for one event loop."""
+    """A pool of workers that decodes requested media, and expected media while none are requested.
+    For one event loop."""
 
     def __init__(
         self, rules: Rules, settings: MultimodalConfig, store: Callable[[Loaded], object]
     ) -> None:
-        """``store``: where a medium will be looked for, before anybody has asked for it; called in
-        a thread."""
+        """``store`` stores an expected medium where it will be read; it is called in a thread."""
         self._store = store
-        self._workers, self.most_bytes = (
-            settings.mm_processor_pool_size,
-            settings.ahead_mb * 1_000_000,
-        )
+        self._workers = settings.mm_processor_pool_size
+        self.max_bytes = settings.ahead_mb * 1_000_000
+        """Most bytes of expected media that are kept ready; 0: none."""
         self._pool = MediaPool(rules, Limits.from_config(settings), self._workers)
-        self._former: frozenset[Key] = frozenset()
-        """Media that were expected the last time: some of them may be about to be loaded."""
-        self._expected: list[Key] = []
-        """Media that are not begun yet, in the order in which they will be wanted."""
-        self._begun: dict[Key, asyncio.Task[Loaded]] = {}
-        self._wanted = 0
-        """Media that somebody waits for."""
+        self._previously_expected: frozenset[Key] = frozenset()
+        """Media of the previous `expect`, some of which may be requested at any moment."""
+        self._pending: list[Key] = []
+        """Expected media whose decoding has not started, in the order of their prompts."""
+        self._started: dict[Key, asyncio.Task[Loaded]] = {}
+        self._requested = 0
+        """Calls of `load` that are running."""
         self._working: set[asyncio.Task[Loaded]] = set()
-        """Tasks of the workers that are at something ahead."""
+        """Tasks that decode expected media."""
 
     async def load(self, medium: PromptMedium) -> Loaded:
-        """A medium. BadMedium: it cannot be used."""
+        """A decoded medium. BadMedium: it cannot be used."""
         key = medium.kind, medium.source, medium.options
-        self._wanted += 1
+        self._requested += 1
         try:
-            if begun := self._begun.pop(key, None):
-                return await begun
+            started = self._started.pop(key, None)
+            if started:
+                return await started
             return await self._pool.load(*key)
         finally:
-            self._wanted -= 1
-            self._go_on()
+            self._requested -= 1
+            self._start_pending()
 
     def expect(self, media: Iterable[PromptMedium]) -> None:
-        """Begin with these, which will be wanted in this order; what was expected neither now nor
-        the last time is given up."""
-        if not self.most_bytes:
+        """Start to decode ``media``, which will be requested in this order. Discard media that
+        neither this call nor the previous one expects."""
+        if not self.max_bytes:
             return
         keys = dict.fromkeys((medium.kind, medium.source, medium.options) for medium in media)
-        self._begun = {
-            key: task for key, task in self._begun.items() if key in self._former.union(keys)
-        }
-        self._expected = [key for key in keys if key not in self._begun]
-        self._former = frozenset(keys)
-        self._go_on()
+        kept = self._previously_expected.union(keys)
+        self._started = {key: task for key, task in self._started.items() if key in kept}
+        self._pending = [key for key in keys if key not in self._started]
+        self._previously_expected = frozenset(keys)
+        self._start_pending()
 
     async def close(self) -> None:
-        """Give up all that is ahead, and end the workers."""
-        self._expected, begun = [], [*self._working, *self._begun.values()]
-        for task in begun:
+        """Discard all expected media, and end the workers."""
+        self._pending, tasks = [], [*self._working, *self._started.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*begun, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._pool.close()
 
     @property
     def bytes(self) -> int:
         """Bytes of the media that are ready."""
-        ready = (
-            task
-            for task in self._begun.values()
-            if task.done() and not task.cancelled() and not task.exception()
-        )
-        return sum(task.result().blob.nbytes for task in ready)
+        total = 0
+        for task in self._started.values():
+            if task.done() and not task.cancelled() and not task.exception():
+                total += task.result().blob.nbytes
+        return total
 
-    def _go_on(self) -> None:
-        """Have as many workers as there are for what is expected, once nobody waits."""
-        while self._expected and not self._wanted and len(self._working) < self._workers:
-            if self.bytes >= self.most_bytes:
+    def _start_pending(self) -> None:
+        """Start to decode expected media on all workers, unless a medium is requested."""
+        while self._pending and not self._requested and len(self._working) < self._workers:
+            if self.bytes >= self.max_bytes:
                 return
-            key = self._expected.pop(0)
-            self._begun[key] = asyncio.create_task(self._made(*key))
-            self._begun[key].add_done_callback(self._left)
-            self._working.add(self._begun[key])
+            key = self._pending.pop(0)
+            task = asyncio.create_task(self._load_and_store(*key))
+            self._started[key] = task
+            task.add_done_callback(self._remove_task)
+            self._working.add(task)
 
-    async def _made(self, kind: Kind, source: Source, options: MediumOptions) -> Loaded:
-        found = await self._pool.load(kind, source, options)
-        # Too large, or a full disk: whoever wants it stores it again, and is told.
+    async def _load_and_store(self, kind: Kind, source: Source, options: MediumOptions) -> Loaded:
+        loaded = await self._pool.load(kind, source, options)
+        # OSError: the medium is too large, or the disk is full. The caller of `load` stores it
+        # again, and gets the error.
         with contextlib.suppress(OSError):
-            await asyncio.to_thread(self._store, found)
-        return found
+            await asyncio.to_thread(self._store, loaded)
+        return loaded
 
-    def _left(self, task: asyncio.Task[Loaded]) -> None:
+    def _remove_task(self, task: asyncio.Task[Loaded]) -> None:
         self._working.discard(task)
-        self._go_on()
+        self._start_pending()

@@ -1,5 +1,4 @@
-"""Outcomes of prompt groups that were generated, and the end of a role too many of whose groups are
-bad."""
+"""Outcomes of generated prompt groups. If too many groups fail, the role ends."""
 
 from __future__ import annotations
 
@@ -20,27 +19,25 @@ _FAILURE_WINDOW = 64
 _FILTER_WINDOW = 256
 _TICKETS = 4096
 _FIRST_GROUPS = 16
-"""Prompt groups that fail at the same line, and none that succeeds, after which the line is
-wrong."""
+"""If this number of prompt groups fails at the same line and none succeeds, the line is wrong."""
 _WRONG_RESULTS = ("reward_wrong_count", "reward_not_a_number", "environment_answer")
-"""Reasons of failures by a result of a wrong type, which raise no exception in the user's code."""
+"""Reasons of failures by a result of a wrong type. They raise no exception in the user's code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Reason why a prompt group came to nothing: `reason` is counted, `detail` is for whoever reads
-    the error."""
+    """Reason why a prompt group has no rows: `reason` is counted, `detail` is for people."""
 
     reason: str
     detail: str
     rewards: tuple[float, ...] = ()
-    """Rewards of all episodes, where there are any: of a group that the filter dropped."""
+    """Rewards of all episodes, if the filter has dropped the group."""
     origin: ErrorOrigin = field(default=NO_ORIGIN, compare=False)
-    """Place in a user's code that failed, if one did."""
+    """Line of a user's code that failed, if that is the cause."""
 
     @property
     def as_programming_error(self) -> str:
-        """One line for a failure that every prompt group has, in a run without progress."""
+        """One line for a failure of every prompt group, in a run without progress."""
         return (
             f"{self.detail_with_location}, for each of the first {_FIRST_GROUPS} prompt groups; "
             f"{REMEDY}"
@@ -48,39 +45,37 @@ class Failure:
 
     @property
     def detail_with_location(self) -> str:
-        """`detail` in one line, and the file and line that failed."""
+        """`detail` in one line, with the file and line that failed."""
         detail = " ".join(self.detail.split())
         return f"{detail} at {self.origin.location}" if self.origin.location else detail
 
 
-def generated(groups: Iterable[list[Row] | Failure]) -> dict[str, float]:
-    """Number of episodes with a reward in ``groups``, those included that are not kept, and the sum
-    of their rewards."""
-    rewards = [
-        reward
-        for group in groups
-        for reward in (
-            group.rewards
-            if isinstance(group, Failure)
-            else [row["reward"] for row in group if not row["row"]]
-        )
-    ]
+def generated_metrics(groups: Iterable[list[Row] | Failure]) -> dict[str, float]:
+    """Number of episodes with a reward in ``groups``, including filtered groups, and the sum of
+    their rewards."""
+    rewards: list[float] = []
+    for group in groups:
+        if isinstance(group, Failure):
+            rewards += group.rewards
+        else:
+            # Once for each episode: all rows of an episode have its reward.
+            rewards += [row["reward"] for row in group if not row["row"]]
     return {GENERATED: float(len(rewards)), GENERATED_SUM: float(sum(rewards))}
 
 
 class Outcomes:
-    """Counts the last groups of all engines of a role; NoProgressError where too many failed or
+    """Counts the last groups of all engines of a role. NoProgressError: too many have failed or
     were filtered out."""
 
-    def __init__(self, shape: RolloutConfig) -> None:
-        self._shape = shape
+    def __init__(self, settings: RolloutConfig) -> None:
+        self._settings = settings
         self._worked: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._passed: deque[bool] = deque(maxlen=_FILTER_WINDOW)
         self._has_succeeded = False
         self._failures_by_line: Counter[str] = Counter()
-        """Failures by what may be a programming error, by its location."""
+        """Failures that may be a programming error, by location."""
         self._failures: dict[int, int] = {}
-        """Failures by ticket, of the last tickets that failed."""
+        """Number of failures by ticket, for the tickets that failed last."""
 
     def count(self, group: object) -> None:
         """Count a group: rows, or a `Failure`."""
@@ -91,33 +86,33 @@ class Outcomes:
             self._has_succeeded = True
 
     def count_lost(self, ticket: int, failures: int, reason: str) -> None:
-        """Count failures of ``ticket``, which is given out again after so many ``failures``: those
-        that were good here were found bad later."""
-        later = failures - self._failures.get(ticket, 0)
+        """Count groups of ``ticket`` that were good here and were dropped later. The queue assigns
+        the ticket again, with the number of its ``failures``."""
+        uncounted = failures - self._failures.get(ticket, 0)
         self.note_failures(ticket, failures)
-        for _ in range(later):
+        for _ in range(uncounted):
             with contextlib.suppress(ValueError):
                 self._worked.remove(True)
             self._worked.append(False)
-        if later > 0:
+        if uncounted > 0:
             self.check_share(Failure(reason, reason))
 
     def note_failures(self, ticket: int, failures: int) -> None:
-        """Note that so many ``failures`` of ``ticket`` are counted by now."""
+        """Record that ``failures`` of ``ticket`` have been counted."""
         self._failures.pop(ticket, None)
         self._failures[ticket] = failures
         if len(self._failures) > _TICKETS:
             del self._failures[next(iter(self._failures))]
 
     def is_programming_error(self, failure: Failure) -> bool:
-        """Count ``failure``; whether so many have failed at its line, and no group has succeeded,
-        that data is not the cause. True once for each line."""
+        """Count ``failure``. Return whether `_FIRST_GROUPS` groups have failed at its line and none
+        has succeeded, so that data is not the cause. True once for each line."""
         is_suspect = is_description(failure.detail) or failure.reason in _WRONG_RESULTS
-        # The check of an environment's answer has no location. Without one, the code is not the
-        # user's.
-        line = failure.origin.location or (
-            failure.reason if failure.reason == "environment_answer" else ""
-        )
+        # A failure without a location is not in the user's code. The exception is the check of an
+        # environment's answer, which has no location.
+        line = failure.origin.location
+        if not line and failure.reason == "environment_answer":
+            line = failure.reason
         if self._has_succeeded or not (is_suspect and line):
             return False
         self._failures_by_line[line] += 1
@@ -125,24 +120,27 @@ class Outcomes:
 
     def check_share(self, failure: Failure) -> None:
         """NoProgressError if too many of the last groups ended like this one."""
-        shape = self._shape
+        settings = self._settings
         if failure.reason != FILTERED:
-            if (share := _share(self._worked)) > shape.max_failed_share or share == 1.0:
+            share = _bad_share(self._worked)
+            if share > settings.max_failed_share or share == 1.0:
                 raise NoProgressError(
                     f"{share:.0%} of the last {_FAILURE_WINDOW} prompt groups failed, the last by "
                     f"{failure.detail_with_location}; "
-                    f"allowed rollout.max_failed_share={shape.max_failed_share:.0%}; look at the "
-                    "prompts and the reward"
+                    f"allowed rollout.max_failed_share={settings.max_failed_share:.0%}; look at "
+                    "the prompts and the reward"
                 )
-        elif (share := _share(self._passed)) > shape.max_filtered_share:
+            return
+        share = _bad_share(self._passed)
+        if share > settings.max_filtered_share:
             raise NoProgressError(
-                f"rollout.filter {shape.filter} dropped {share:.1%} of the last {_FILTER_WINDOW} "
-                f"prompt groups, the last with {failure.detail}; allowed "
-                f"rollout.max_filtered_share={shape.max_filtered_share:.0%}; choose prompts of "
+                f"rollout.filter {settings.filter} dropped {share:.1%} of the last "
+                f"{_FILTER_WINDOW} prompt groups, the last with {failure.detail}; allowed "
+                f"rollout.max_filtered_share={settings.max_filtered_share:.0%}; choose prompts of "
                 "another difficulty, more samples a group, or another reward"
             )
 
 
-def _share(good: deque[bool]) -> float:
-    """Share of the bad ones; 0 before there are enough to tell."""
+def _bad_share(good: deque[bool]) -> float:
+    """Share of bad groups; 0 until the window is full."""
     return 1.0 - sum(good) / len(good) if len(good) == good.maxlen else 0.0

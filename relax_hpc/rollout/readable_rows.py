@@ -1,4 +1,4 @@
-"""Rows made readable: their tokens as texts, turn by turn, and what is known of each part."""
+"""Rows as samples for people: their tokens as texts, turn by turn, with details of each turn."""
 
 from __future__ import annotations
 
@@ -19,75 +19,75 @@ from relax_hpc.rollout.samples import begins_in_thought
 from relax_hpc.rollout.thumbnails import thumbnail_of
 
 
-def readable(row: Row, tokenizer: Tokenizer, media: Path) -> Sample:
-    """``row`` as people read it: prompt, response, what is known of them, and `turns` where others
-    spoke too.
+def readable_sample(row: Row, tokenizer: Tokenizer, media: Path) -> Sample:
+    """Sample of a ``row``: prompt, response, details, and `turns` if an environment took part.
 
-    ``media``: folder of the store of what its spans name. A turn: {by: policy or environment, text,
-    tokens, versions, media, tool_calls: {name, arguments} or {error}}; and how many tokens are
-    `trained` on, unless the row has no `loss_mask`. Of an episode against an environment also its
-    last words, if it had any, and a `Recording`.
+    ``media``: folder of the store of the row's media. A turn: {by: policy or environment, text,
+    tokens, versions, media, tool_calls: {name, arguments} or {error}, trained: number of tokens
+    that are trained on}; without `trained` if the row has no `loss_mask`. With an environment, the
+    sample also has the outcome that the environment reported, and a `Recording`.
     """
     ids, versions = row["token_ids"].tolist(), row["token_versions"]
     before, after = slice(0, int(row["prompt_len"])), slice(int(row["prompt_len"]), len(ids))
     sample = {
         "prompt": tokenizer.decode(ids[before]),
         "response": tokenizer.decode(ids[after]),
-        **_known(row, after),
+        **_details(row, after),
         **_media(row, before, media),
         "tokens": int(np.count_nonzero(versions[after])),
     }
     turns = list(split_turns(versions, after.start))
     if any(not sampled for sampled, _ in turns):
-        sample["turns"] = [_turn(row, sampled, part, tokenizer, media) for sampled, part in turns]
-    if told := row.get("environment"):
-        sample |= {"environment": last_words(told), "recording": recording_of(row)}
+        sample["turns"] = [
+            _turn(row, sampled, tokens, tokenizer, media) for sampled, tokens in turns
+        ]
+    environment = row.get("environment")
+    if environment:
+        sample["environment"] = reported_outcome(environment)
+        sample["recording"] = recording_of(row)
     return sample
 
 
-def last_words(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Words of an environment on its episode, see `Episode.outcome`: `reward` and `info`, if it had
-    any."""
-    return {
-        name: value for name in ("reward", "info") if (value := told.get(name)) not in (None, {})
-    }
+def reported_outcome(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """`reward` and `info` of an environment, if it has reported them; see `Episode.outcome`."""
+    outcome = {name: environment.get(name) for name in ("reward", "info")}
+    return {name: value for name, value in outcome.items() if value not in (None, {})}
 
 
-def _turn(row: Row, sampled: bool, part: slice, tokenizer: Tokenizer, media: Path) -> Sample:
-    text = tokenizer.decode(row["token_ids"][part].tolist())
-    in_thought = begins_in_thought(row["token_ids"][: part.start], tokenizer)
-    about = {
+def _turn(row: Row, sampled: bool, tokens: slice, tokenizer: Tokenizer, media: Path) -> Sample:
+    text = tokenizer.decode(row["token_ids"][tokens].tolist())
+    turn: Sample = {
         "by": "policy" if sampled else "environment",
         "text": text,
-        "tokens": part.stop - part.start,
+        "tokens": tokens.stop - tokens.start,
     }
-    calls = [_call(call) for call in calls_of(text, in_thought)] if sampled else []
-    return (
-        about
-        | _known(row, part)
-        | _media(row, part, media)
-        | ({"tool_calls": calls} if calls else {})
-    )
+    turn |= _details(row, tokens) | _media(row, tokens, media)
+    if sampled:
+        in_thought = begins_in_thought(row["token_ids"][: tokens.start], tokenizer)
+        calls = [_call(call) for call in calls_of(text, in_thought)]
+        if calls:
+            turn["tool_calls"] = calls
+    return turn
 
 
-def _call(found: ToolCall | ToolError) -> Sample:
-    return {"error": str(found)} if isinstance(found, ToolError) else asdict(found)
+def _call(call: ToolCall | ToolError) -> Sample:
+    return {"error": str(call)} if isinstance(call, ToolError) else asdict(call)
 
 
-def _known(row: Row, part: slice) -> Sample:
-    codes = np.unique(row["token_versions"][part]).tolist()
-    known = {"versions": [str(Version.decode(code)) for code in codes if code != NO_VERSION]}
-    return (
-        known | {"trained": int(np.count_nonzero(row["loss_mask"][part]))}
-        if "loss_mask" in row
-        else known
-    )
+def _details(row: Row, tokens: slice) -> Sample:
+    codes = np.unique(row["token_versions"][tokens]).tolist()
+    versions = [str(Version.decode(code)) for code in codes if code != NO_VERSION]
+    details: Sample = {"versions": versions}
+    if "loss_mask" in row:
+        details["trained"] = int(np.count_nonzero(row["loss_mask"][tokens]))
+    return details
 
 
-def _media(row: Row, part: slice, folder: Path) -> Sample:
-    """Thumbnails of the media that begin in ``part``, each once; nothing where there are none."""
+def _media(row: Row, tokens: slice, folder: Path) -> Sample:
+    """Thumbnails of the media that begin in ``tokens``, each once; empty if there are no media."""
     ids = dict.fromkeys(
-        span["media_id"] for span in row["spans"] if part.start <= span["start"] < part.stop
+        span["media_id"] for span in row["spans"] if tokens.start <= span["start"] < tokens.stop
     )
-    found = [shown for media_id in ids if (shown := thumbnail_of(folder / media_id))]
-    return {"media": found} if found else {}
+    thumbnails = filter(None, [thumbnail_of(folder / media_id) for media_id in ids])
+    media = list(thumbnails)
+    return {"media": media} if media else {}

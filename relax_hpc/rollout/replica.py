@@ -1,5 +1,5 @@
-"""A replica of the rollout role: one engine, which follows the published weights while requests are
-asked of it."""
+"""A replica of the rollout role: one engine, which follows the published weights while it
+generates."""
 
 from __future__ import annotations
 
@@ -14,25 +14,19 @@ from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.base.metrics.writer import CACHED, READ
 from relax_hpc.base.terminal_text import log_entry
 from relax_hpc.base.versions import Version
+from relax_hpc.data.generation import Episode, GenerateRequest, Generation
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.queue.client.answers import EVALUATION_DUE, PublishedVersion
 from relax_hpc.queue.process_context import NEWS, TURN
 from relax_hpc.rewards import RewardError
 from relax_hpc.rollout.engine_activity import Activity
 from relax_hpc.rollout.engines import make_engine
-from relax_hpc.rollout.engines.engine import (
-    BadAnswer,
-    Engine,
-    EngineFault,
-    Episode,
-    GenerateRequest,
-    Generation,
-)
+from relax_hpc.rollout.engines.engine import BadAnswer, Engine, EngineFault
 from relax_hpc.rollout.engines.pool import EngineId
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.play import Repeat, play
 from relax_hpc.rollout.episodes.turns import Start
-from relax_hpc.rollout.evaluation import Evaluated, Tally
+from relax_hpc.rollout.evaluation import Evaluated, EvaluationResults
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.samples import last_response, requests_for
 from relax_hpc.rollout.ticket_worker import TicketWorker
@@ -45,83 +39,89 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FOR_TURN = "waiting for the actor to make room"
-"""Words for an engine that has not started yet, which is no part of its start."""
-_TELL_S = 0.5
-"""Seconds between two looks at what an engine that starts is doing."""
+"""Phase of an engine that waits for its turn. It is not a phase of its start."""
+_PHASE_POLL_S = 0.5
+"""Seconds between two reads of the phase of a starting engine."""
 
 
 class Replica:
     """One engine: its process, the weights it serves, the prompt groups it works on."""
 
-    def __init__(self, rollout: Rollout, entry: EngineId) -> None:
-        self.rollout, self.number, self.place = rollout, entry.number, entry.local_number
+    def __init__(self, rollout: Rollout, engine_id: EngineId) -> None:
+        self.rollout = rollout
+        self.number, self.local_number = engine_id.number, engine_id.local_number
         self.context, self.config = rollout.context, rollout.config
-        context, number = self.context, entry.number
+        context = self.context
         self.engine = self.new_engine()
         if context.log_rotator:
-            context.log_rotator.add(context.logs / f"engine-{number}.log")
+            context.log_rotator.add(context.logs / f"engine-{self.number}.log")
         self.ready = asyncio.Event()
-        """Event that is cleared while the engine's weights are not known: then nothing is asked of
-        it."""
-        planes = rollout.client.store.planes
-        reader = f"{context.group}/{number}"
-        about = {"evaluates": True, "relays": relay_pays(self.config)}
+        """Event that is cleared while the engine's weights are unknown. No request is sent then."""
         self.reader = Subscriber(
-            context.run, rollout.client, reader, planes, self.config.weights, **about
+            context.run,
+            rollout.client,
+            f"{context.group}/{self.number}",
+            rollout.client.store.planes,
+            self.config.weights,
+            evaluates=True,
+            relays=relay_pays(self.config),
         )
         self.suspected = asyncio.Event()
-        """Event that is set when the engine has shown that it does not serve what it was given."""
+        """Event that is set when a response shows that the engine serves other weights than it was
+        given."""
         self.replaced = 0
-        """Engines in a row that were replaced before they gave a good answer."""
+        """Consecutive replacements of the engine without a good response."""
         self.failures = 0
-        """Failures of the engine in a row."""
-        self.failed = 0
-        """Failures of the engine ever: what was asked before a failure has failed by that one."""
+        """Consecutive failures of the engine."""
+        self.failure_count = 0
+        """All failures of the engine. A request that was sent before the last failure has failed
+        for the same reason."""
         self.read = Counter[str]()
-        """Tokens that the engine was asked with, and had read before, since they were last
-        reported."""
+        """Tokens of requests, and cached tokens among them, since the last report."""
         self.leaving = asyncio.Event()
-        """Event that is set when the engine is to take no more work."""
+        """Event that is set when the engine takes no more work."""
         self.started = False
         self.activity: Activity
-        """Activity of the engine, set once it has started."""
+        """Activity of the engine, set when it has started."""
 
     async def serve(self) -> None:
-        """Start the engine, then follow weights and generate until the run is finished, or the
+        """Start the engine, then follow weights and generate until the run is finished or the
         engine leaves."""
         try:
-            starting = await self.until_leaving(self.begin())
+            starting = await self.until_leaving(self.start_in_turn())
             if starting.cancelled():
                 return
             starting.result()
             self.started, self.activity = True, Activity(self.context.spans, str(self.number))
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self.watch())
-                await asyncio.wait(
-                    [tasks.create_task(job) for job in (self.follow(), TicketWorker(self).serve())]
-                )
+                following = tasks.create_task(self.follow())
+                working = tasks.create_task(TicketWorker(self).serve())
+                await asyncio.wait([following, working])
                 watch.cancel()
             if self.leaving.is_set():
-                # What it was just loading when it said so before it serves no more either.
+                # `follow` may have reported a version after `unless_leaving` has withdrawn it.
                 await asyncio.to_thread(self.reader.served, NOTHING)
         finally:
             await self.engine.close()
         if not self.leaving.is_set():
-            self.rollout.over()
+            self.rollout.finish_starting_engines()
 
     def start_leaving(self) -> None:
-        """Take no more tickets and no newer weights; `serve` ends when what it draws is in the log,
-        for others to go on with, and what is drawn is put. ConfigError with `colocate`: the actor
-        waits for all engines of the configuration to make room."""
+        """Take no more tickets and no newer weights. `serve` ends when unfinished attempts are in
+        the log, for others to continue, and finished ones are put. ConfigError with `colocate`: the
+        actor waits for all engines of the configuration to make room."""
         if self.config.colocate:
             raise ConfigError(
-                f"colocate: engine {self.number} may not leave, as the actor takes turns with all "
-                "of rollout.replicas engines; stop the run, and go on with --resume and fewer"
+                f"colocate: engine {self.number} may not leave, because the actor takes turns with "
+                "all of rollout.replicas engines; stop the run, and continue with --resume and "
+                "fewer"
             )
         self.leaving.set()
 
     async def until_leaving(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """``work``, which has ended, cancelled if the engine is asked to leave before."""
+        """The ended task of ``work``. It is cancelled if the engine starts to leave before its
+        end."""
         task, leaving = asyncio.create_task(work), asyncio.create_task(self.leaving.wait())
         try:
             await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -132,10 +132,11 @@ class Replica:
         return task
 
     async def unless_leaving(self, asking: asyncio.Future[T]) -> T | None:
-        """Answer of the queue to who asks for tickets; None once the engine is to leave.
+        """The queue's answer to a request for tickets; None: the engine leaves.
 
-        The queue may have granted some at that moment, which must not be lost; so it is told first
-        that there will be no weights to draw them by, after which it grants none.
+        The queue may admit tickets just before the request is cancelled, and they must not be lost.
+        So the replica first reports that the engine serves no weights. After that the queue admits
+        none.
         """
         leaving = asyncio.create_task(self.leaving.wait())
         try:
@@ -147,10 +148,10 @@ class Replica:
             asking.cancel()
             leaving.cancel()
 
-    async def begin(self) -> None:
-        """Start the engine, when it is its turn."""
+    async def start_in_turn(self) -> None:
+        """Start the engine; with `colocate`, when it is the engines' turn."""
         if self.config.colocate:
-            self.rollout.tell(f"engine {self.number}", FOR_TURN)
+            self.rollout.set_phase(f"engine {self.number}", FOR_TURN)
             await self.take_turn()
         await self.start()
 
@@ -159,47 +160,54 @@ class Replica:
         while True:
             await self.ready.wait()
             engine = self.engine
-            what = await engine.wait_dead()
+            description = await engine.wait_dead()
             if self.ready.is_set() and engine is self.engine:
-                raise RelaxError(f"{engine.name}: {what}; open its log in {self.context.logs}")
+                raise RelaxError(
+                    f"{engine.name}: {description}; open its log in {self.context.logs}"
+                )
 
     async def follow(self) -> None:
-        """Swap to each newest version as it is announced; evaluate where that is due."""
+        """Load the newest version whenever one is announced, and evaluate when that is due."""
         while True:
             try:
-                if (announced := await self.news()) is None:
+                announced = await self.await_version()
+                if announced is None:
                     return
-                self.activity.because([(*NEWS, math.inf)])
+                self.activity.set_wait_causes([(*NEWS, math.inf)])
                 if announced is EVALUATION_DUE:
                     await self.evaluate(self.reader.serving)
-                    continue
-                with self.activity("weights", Version.parse(announced.version).number):
-                    got = await asyncio.to_thread(self.reader.fetch, announced)
-                if got is None:
-                    continue
-                version = Version.parse(got[0].version)
-                await self.take_turn()
-                self.activity.because([(*TURN, math.inf)])
-                await self.update(version, got[1])
-                with self.activity("weights", version.number):
-                    due = await asyncio.to_thread(self.reader.served, version)
-                if due:
-                    await self.evaluate(version)
-                if self.config.colocate:
-                    await self.rest(version.number)
+                else:
+                    await self.load_version(announced)
             except EngineFault as fault:
-                await self.quarantine(fault)
+                await self.replace_engine(fault)
 
-    async def news(self) -> PublishedVersion | None:
+    async def load_version(self, announced: PublishedVersion) -> None:
+        """Fetch an announced version and serve it."""
+        with self.activity("weights", Version.parse(announced.version).number):
+            fetched = await asyncio.to_thread(self.reader.fetch, announced)
+        if fetched is None:
+            return
+        manifest, staged = fetched
+        version = Version.parse(manifest.version)
+        await self.take_turn()
+        self.activity.set_wait_causes([(*TURN, math.inf)])
+        await self.update(version, staged)
+        with self.activity("weights", version.number):
+            is_evaluation_due = await asyncio.to_thread(self.reader.served, version)
+        if is_evaluation_due:
+            await self.evaluate(version)
+        if self.config.colocate:
+            await self.end_turn(version.number)
+
+    async def await_version(self) -> PublishedVersion | None:
         """The next version; None: the run is finished, or the engine leaves. EngineFault: see
-        `_come_first`."""
+        `_wait_for_first`."""
         newer = asyncio.wrap_future(self.reader.newer())
-        await self._come_first(newer)
+        await self._wait_for_first(newer)
         return newer.result() if newer.done() and not newer.cancelled() else None
 
-    async def _come_first(self, *answers: asyncio.Future) -> None:
-        """Wait for one of ``answers``, unless the engine leaves; none of them is waited for any
-        more then.
+    async def _wait_for_first(self, *answers: asyncio.Future) -> None:
+        """Wait for one of ``answers``, or until the engine leaves, and cancel the others.
 
         EngineFault: the engine does not serve the version that it was given.
         """
@@ -217,18 +225,17 @@ class Replica:
                 task.cancel()
 
     async def take_turn(self) -> None:
-        """Wait until the actor has made room, on devices that it shares."""
+        """Wait until the actor has freed shared devices."""
         if self.config.colocate:
             await asyncio.wrap_future(self.rollout.client.training.take_turn("engines"))
 
-    async def rest(self, step: int) -> None:
-        """Make room for the actor when all of ``step`` is generated, unless news come before: of
-        another lineage."""
+    async def end_turn(self, step: int) -> None:
+        """Free the devices for the actor when all of ``step`` is generated, unless a version of
+        another lineage is announced before."""
         training = self.rollout.client.training
-        newer, generated = map(
-            asyncio.wrap_future, (self.reader.newer(), training.step_generated(step))
-        )
-        await self._come_first(newer, generated)
+        newer = asyncio.wrap_future(self.reader.newer())
+        generated = asyncio.wrap_future(training.step_generated(step))
+        await self._wait_for_first(newer, generated)
         if newer.done() and not newer.cancelled():
             return
         self.ready.clear()
@@ -236,7 +243,7 @@ class Replica:
         await asyncio.wrap_future(training.end_engine_turn(self.reader.reader, step))
 
     async def update(self, version: Version, staged: StagedFolder) -> None:
-        """Have the engine serve the staged weights, which are released then."""
+        """Load the staged weights into the engine, and release them."""
         try:
             with self.activity("engine_update", version.number):
                 await self.engine.update_weights(staged.path, version)
@@ -245,15 +252,15 @@ class Replica:
         self.ready.set()
         self.context.report(version.number, {"perf/engine_pause_s": self.engine.pause_s})
 
-    async def quarantine(self, fault: EngineFault) -> None:
-        """Put another engine in the place of one of whose weights nothing is sure; it has to pull
-        them anew."""
+    async def replace_engine(self, fault: EngineFault) -> None:
+        """Replace an engine whose weights are unknown by a new one, which loads the newest
+        version."""
         if fault.reason == "dead":
             raise RelaxError(str(fault)) from fault
         self.ready.clear()
         self.suspected.clear()
         self.replaced += 1
-        await self.note(fault)
+        await self.report_fault(fault)
         print(
             log_entry(f"{self.engine.name} of replica {self.number} is replaced: {fault}"),
             flush=True,
@@ -262,7 +269,7 @@ class Replica:
             raise RelaxError(
                 f"{self.engine.name}: {self.replaced} engines in a row, last: {fault}"
             ) from fault
-        # No tickets for it, and the newest version again.
+        # The queue then admits no tickets for it, and announces the newest version again.
         await asyncio.to_thread(self.reader.served, NOTHING)
         with self.activity("start", None):
             await self.engine.close()
@@ -270,59 +277,74 @@ class Replica:
             await self.start()
 
     async def start(self) -> None:
-        """Start the engine, and say what it is at meanwhile: that takes minutes on a GPU."""
-        telling = asyncio.create_task(self.tell())
+        """Start the engine, and report its phase meanwhile. A start takes minutes on a GPU."""
+        reporting = asyncio.create_task(self.report_phases())
         try:
             await self.engine.start()
         finally:
-            telling.cancel()
-            self.rollout.tell(f"engine {self.number}", "")
+            reporting.cancel()
+            self.rollout.set_phase(f"engine {self.number}", "")
 
-    async def tell(self) -> None:
+    async def report_phases(self) -> None:
+        """Report the phase of the engine until cancelled."""
         while True:
-            self.rollout.tell(f"engine {self.number}", self.engine.phase)
-            await asyncio.sleep(_TELL_S)
+            self.rollout.set_phase(f"engine {self.number}", self.engine.phase)
+            await asyncio.sleep(_PHASE_POLL_S)
 
     def new_engine(self) -> Engine:
         """New engine that serves no version of the run yet."""
         context = self.context
         return make_engine(
-            self.config, self.number, context.model, NOTHING, context.logs, self.place
+            self.config, self.number, context.model, NOTHING, context.logs, self.local_number
         )
 
     async def evaluate(self, version: Version) -> None:
-        """Evaluate what the engine serves, unless it leaves. EngineFault: see `_come_first`."""
-        evaluation = asyncio.create_task(self.evaluation(version))
-        await self._come_first(evaluation)
-        if evaluation.done() and not evaluation.cancelled():
-            evaluation.result()
+        """Evaluate the served version, unless the engine leaves. EngineFault: see
+        `_wait_for_first`."""
+        evaluating = asyncio.create_task(self.run_evaluation(version))
+        await self._wait_for_first(evaluating)
+        if evaluating.done() and not evaluating.cancelled():
+            evaluating.result()
 
-    async def evaluation(self, version: Version) -> None:
-        """Responses to the evaluation sets; the weights stay as they are meanwhile."""
+    async def run_evaluation(self, version: Version) -> None:
+        """Generate responses to the evaluation sets, and report their results. The weights do not
+        change meanwhile."""
         values, settings = dict[str, float](), self.config.eval
-        size = self.config.rollout.groups_per_request * self.config.samples_per_prompt
-        size = max(1, size // settings.responses)
         for name, prompts in self.rollout.eval_sets.items():
-            tally, count = Tally(settings), min(len(prompts), settings.samples)
+            results, count = EvaluationResults(settings), min(len(prompts), settings.samples)
+            size = self._evaluation_batch_size()
             for start in range(0, count, size):
-                part = await asyncio.to_thread(
+                batch = await asyncio.to_thread(
                     prompts.__getitem__, slice(start, min(start + size, count))
                 )
                 with self.activity("eval", version.number):
-                    scored = await self.scored(part)
-                for _, _, score in scored:
-                    if isinstance(score, RewardError):
-                        self.rollout.report_failure(score.reason, score.detail, score.origin)
-                for at in range(0, len(scored), settings.responses):
-                    tally.add([score for _, _, score in scored[at : at + settings.responses]])
-                await asyncio.to_thread(self.rollout.samples.evaluated, name, version, scored)
-            values |= tally.values(name)
-            await self.note_failed(name, version, tally)
+                    evaluated = await self.score(batch)
+                self._add_results(results, evaluated)
+                await asyncio.to_thread(
+                    self.rollout.samples.put_evaluated, name, version, evaluated
+                )
+            values |= results.values(name)
+            await self.report_failed_evaluations(name, version, results)
         await asyncio.wrap_future(self.rollout.client.weights.evaluated(version.number, values))
 
-    async def note_failed(self, name: str, version: Version, tally: Tally) -> None:
-        """Have the queue count responses of an evaluation that have no reward."""
-        for reason, count in tally.failed.items():
+    def _evaluation_batch_size(self) -> int:
+        """Prompts of one batch: as many responses as in a request for training."""
+        responses = self.config.rollout.groups_per_request * self.config.samples_per_prompt
+        return max(1, responses // self.config.eval.responses)
+
+    def _add_results(self, results: EvaluationResults, evaluated: list[Evaluated]) -> None:
+        for _, _, score in evaluated:
+            if isinstance(score, RewardError):
+                self.rollout.report_failure(score.reason, score.detail, score.origin)
+        responses = self.config.eval.responses
+        for start in range(0, len(evaluated), responses):
+            results.add([score for _, _, score in evaluated[start : start + responses]])
+
+    async def report_failed_evaluations(
+        self, name: str, version: Version, results: EvaluationResults
+    ) -> None:
+        """Report responses of an evaluation without a reward to the queue, which counts them."""
+        for reason, count in results.failed.items():
             print(
                 log_entry(
                     f"evaluation of {version} on {name}: {count} responses left out, {reason}"
@@ -335,17 +357,21 @@ class Replica:
                 )
                 await asyncio.wrap_future(note)
 
-    async def scored(self, prompts: list[Prompt]) -> list[Evaluated]:
-        """All responses to the prompts, drawn together, each with the evaluation's reward."""
-        drawn = await asyncio.gather(*map(self.drawn, prompts))
-        each = [prompt for prompt, answers in drawn for _ in answers]
-        answers = [answer for _, some in drawn for answer in some]
-        return list(
-            zip(each, answers, await self.rollout.judging.evaluated(each, answers), strict=True)
-        )
+    async def score(self, prompts: list[Prompt]) -> list[Evaluated]:
+        """All responses to ``prompts``, generated together, with their evaluation rewards."""
+        groups = await asyncio.gather(*map(self.generate_evaluated, prompts))
+        prompt_of_answer: list[Prompt] = []
+        answers: list[Generation | Episode | BadAnswer] = []
+        for prompt, group in groups:
+            prompt_of_answer += [prompt] * len(group)
+            answers += group
+        scores = await self.rollout.group_rewards.evaluate(prompt_of_answer, answers)
+        return list(zip(prompt_of_answer, answers, scores, strict=True))
 
-    async def drawn(self, prompt: Prompt) -> tuple[Prompt, list[Generation | Episode | BadAnswer]]:
-        """A prompt of an evaluation, its media stored, and all responses to it."""
+    async def generate_evaluated(
+        self, prompt: Prompt
+    ) -> tuple[Prompt, list[Generation | Episode | BadAnswer]]:
+        """A prompt of an evaluation with its media stored, and all responses to it."""
         settings = self.config.eval
         budget = settings.max_new_tokens or self.config.rollout.max_new_tokens
         try:
@@ -358,70 +384,74 @@ class Replica:
     async def answer(
         self, prompt: Prompt, request: GenerateRequest
     ) -> Generation | Episode | BadAnswer:
-        """An episode against the environment, or the end of another; asked for again while the
-        engine fails, a few times in a row at most."""
+        """An episode against the environment, or the last response of another episode. If the
+        engine fails, it is asked again, until it has failed too often in a row."""
         if self.rollout.player:
-            start = Start(prompt, request, self.once)
+            start = Start(prompt, request, self.ask_once)
             episode = await self.rollout.player.play(History(), start)
             self.rollout.report_program(episode)
             return episode
         while True:
             with contextlib.suppress(Repeat):
-                made = await play(
-                    self.rollout.task, request, self.once, self.config.rollout.episode_timeout_s
+                result = await play(
+                    self.rollout.task, request, self.ask_once, self.config.rollout.episode_timeout_s
                 )
-                return made if isinstance(made, BadAnswer) else last_response(made)
+                return result if isinstance(result, BadAnswer) else last_response(result)
 
-    async def once(self, request: GenerateRequest, counted: bool = True) -> Generation | BadAnswer:
-        """The engine's answer, or what is wrong with it. Repeat: there is none, which ends the role
-        if too many that are ``counted`` have none."""
+    async def ask_once(
+        self, request: GenerateRequest, counted: bool = True
+    ) -> Generation | BadAnswer:
+        """The engine's response, or the error of one that cannot be used. Repeat: the engine has
+        failed. Too many ``counted`` failures in a row end the role."""
 
         async def ask(engine: Engine) -> Generation | BadAnswer:
-            known = len(request.context_ids)
+            context_tokens = len(request.context_ids)
             try:
                 answer = await engine.generate(request)
             except BadAnswer as bad:
                 return bad
             if answer.cached is not None:
-                self.read.update({READ: known, CACHED: answer.cached})
+                self.read.update({READ: context_tokens, CACHED: answer.cached})
             return answer
 
-        return await self.asked(ask, counted)
+        return await self.ask_engine(ask, counted)
 
-    async def asked(self, ask: Callable[[Engine], Awaitable[T]], counted: bool = True) -> T:
-        """Answer of the engine; Repeat as `once`."""
+    async def ask_engine(self, ask: Callable[[Engine], Awaitable[T]], counted: bool = True) -> T:
+        """The result of ``ask`` for the engine. Repeat: as `ask_once`."""
         await self.ready.wait()
-        engine, failed = self.engine, self.failed
+        engine, failure_count = self.engine, self.failure_count
         try:
             answer = await ask(engine)
         except EngineFault as fault:
-            await self.act_on(fault, engine, counted and failed == self.failed)
+            is_first = failure_count == self.failure_count
+            await self.handle_fault(fault, engine, counted and is_first)
             raise Repeat from fault
         if engine is not self.engine or not self.ready.is_set():
-            # Its weights may have been half of one version and half of another.
+            # The engine is being replaced. It may have used weights of two versions.
             raise Repeat
         self.failures = self.replaced = 0
         return answer
 
-    async def act_on(self, fault: EngineFault, engine: Engine, counted: bool) -> None:
-        """Count a fault, or have an engine replaced that serves older weights than it was given."""
-        # What was asked of an engine that is replaced was no fault of its own.
+    async def handle_fault(self, fault: EngineFault, engine: Engine, counted: bool) -> None:
+        """Count a fault, or let an engine be replaced that serves older weights than it was
+        given."""
+        # Faults of an engine that is being replaced do not count.
         if engine is not self.engine or not self.ready.is_set():
             return
         if fault.reason == "old_version" and not self.leaving.is_set():
             self.ready.clear()
             self.suspected.set()
         elif counted:
-            self.failed += 1
+            self.failure_count += 1
             self.failures = failures = self.failures + 1
-            await self.note(fault)
+            await self.report_fault(fault)
             if failures >= self.config.rollout.engine.max_failures:
                 raise RelaxError(
                     f"{engine.name} failed {failures} times in a row, last: {fault}"
                 ) from fault
 
-    async def note(self, fault: EngineFault) -> None:
-        """Let the queue count ``fault``."""
+    async def report_fault(self, fault: EngineFault) -> None:
+        """Report ``fault`` to the queue, which counts it."""
         self.rollout.report_failure(fault.reason, str(fault), fault.origin)
         await asyncio.wrap_future(
             self.rollout.client.status.note("engine_fault", self.reader.reader, fault.reason)

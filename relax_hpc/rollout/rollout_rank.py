@@ -1,9 +1,9 @@
-"""A process of a rollout group: it asks for tickets, has engines generate, computes rewards and
+"""A process of a rollout group: it asks for tickets, lets engines generate, computes rewards and
 puts whole prompt groups into the queue.
 
-Each engine replica has one task that follows the published weights and some that generate. If an
-engine dies, the process ends, and the supervisor starts the group again; a single bad answer costs
-one prompt group.
+Each engine replica has one task that follows the published weights and others that generate. If an
+engine dies, the process ends and the supervisor restarts the group. A single bad response costs one
+prompt group.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin
 from relax_hpc.base.metrics.first_failures import FirstFailure, FirstFailures
 from relax_hpc.base.metrics.writer import SKIPPED
 from relax_hpc.base.terminal_text import log_entry
+from relax_hpc.data.generation import Episode, Generation, Sampling
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.queue.process_context import Context
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.rollout.agents.agents import failure_of_program
 from relax_hpc.rollout.attempt import Attempt
-from relax_hpc.rollout.bad_row_reports import note_bad_lines
-from relax_hpc.rollout.engines.engine import BadAnswer, Episode, Generation, Sampling
+from relax_hpc.rollout.bad_row_reports import report_bad_rows
+from relax_hpc.rollout.engines.engine import BadAnswer
 from relax_hpc.rollout.engines.pool import EnginePool, assigned_engines
 from relax_hpc.rollout.engines.stops import with_stops
 from relax_hpc.rollout.episodes.player import player_of
-from relax_hpc.rollout.group_rewards import Judge
+from relax_hpc.rollout.group_rewards import GroupRewards
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.membership import Membership
 from relax_hpc.rollout.outbox import Outbox
@@ -42,13 +43,14 @@ from relax_hpc.training.models.families import route_shape_of_model
 
 FOR_JUDGE = "waiting for the servers of role genrm"
 WAITS = (FOR_TURN, FOR_JUDGE)
-"""Words for waits, which are no part of a start."""
+"""Phases that are waits and not a part of a start."""
 
 
 class Rollout:
-    """The replicas of one rank of a rollout group; its ranks know nothing of each other."""
+    """The replicas of one rank of a rollout group. The ranks are independent of each other."""
 
     def __init__(self, context: Context) -> None:
+        assert context.client, "each rank of a rollout group has a client"
         self.context, self.config, self.client = context, context.config, context.client
         context.report_phase("reading prompts")
         self.tokenizer = load_tokenizer(context.model)
@@ -57,25 +59,16 @@ class Rollout:
         self.train_prompts = open_train(context.run, config, self.tokenizer)
         self.source = PromptSource(self.train_prompts, config)
         self.eval_sets = open_evals(context.run, config, self.tokenizer)
-        stops = tuple(self.tokenizer.eos_ids)
-        shape = config.rollout
-        ev = config.eval
-        sampling = Sampling(
-            shape.temperature, shape.top_p, stops, config.seed, (), shape.top_k, shape.min_p
-        )
-        evaluated = Sampling(
-            ev.temperature, ev.top_p, stops, config.seed, (), ev.top_k, ev.min_p, is_trained=False
-        )
-        self.sampling = with_stops(sampling, shape.stop, self.tokenizer)
-        self.eval_sampling = with_stops(evaluated, shape.stop, self.tokenizer)
-        self.outcomes = Outcomes(shape)
+        rollout = config.rollout
+        self._set_sampling()
+        self.outcomes = Outcomes(rollout)
         self.first_failures = FirstFailures()
         path = (
             context.run.samples
             / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
         )
-        self.keeping: set[asyncio.Task[None]] = set()
-        """Tasks that write down the last puts."""
+        self.storing: set[asyncio.Task[None]] = set()
+        """Tasks that store samples of the last puts."""
         log = SampleLog(path, config.samples, config.steps)
         self.samples = SampleKeeper(
             log, config, self.tokenizer, context.run.media, context.run.eval_media
@@ -85,10 +78,10 @@ class Rollout:
             self.client, context.model, context.run.eval_media, self.config.data.multimodal
         )
         self.player = player_of(config, self.tokenizer, self.media, self.note_fault, self.note)
-        """Player of episodes of several turns; None: an episode is one response, or the task plays
-        it."""
+        """Player of episodes against environments; None: an episode is one response, or the task
+        plays it."""
         routes = route_shape_of_model(context.model, config.model)
-        self.judging = Judge(
+        self.group_rewards = GroupRewards(
             config,
             self.tokenizer,
             self.outbox.report,
@@ -99,58 +92,83 @@ class Rollout:
         self.waiting_for_judge = 0
         """Prompt groups that wait for servers of role genrm."""
         world = context.world
-        self.pool: EnginePool[Replica] = EnginePool(lambda entry: Replica(self, entry))
-        configured = assigned_engines(shape.replicas, world.rank, world.size, world.local_rank)
+        self.pool: EnginePool[Replica] = EnginePool(lambda engine_id: Replica(self, engine_id))
+        configured = assigned_engines(rollout.replicas, world.rank, world.size, world.local_rank)
         self.membership = Membership(context, configured, self.pool)
         self.phases: dict[str, str] = {}
-        """Words for what each engine that starts is doing, or what else is waited for, by name."""
-        # The hub may be away for long.
+        """Component -> phase of its start, or its wait; empty: neither."""
+        # Before the report of bad rows, which waits for the hub.
         context.report_phase("")
         if context.world.is_leader:
-            note_bad_lines(self.client, self.train_prompts)
+            report_bad_rows(self.client, self.train_prompts)
 
-    def tell(self, name: str, phase: str) -> None:
-        """Have beats say what an engine, or another part, is at: of several the first that is at
-        anything but a wait."""
+    def _set_sampling(self) -> None:
+        rollout, evaluation, seed = self.config.rollout, self.config.eval, self.config.seed
+        end_tokens = tuple(self.tokenizer.eos_ids)
+        sampling = Sampling(
+            rollout.temperature,
+            rollout.top_p,
+            end_tokens,
+            seed,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+        )
+        eval_sampling = Sampling(
+            evaluation.temperature,
+            evaluation.top_p,
+            end_tokens,
+            seed,
+            top_k=evaluation.top_k,
+            min_p=evaluation.min_p,
+            is_trained=False,
+        )
+        self.sampling = with_stops(sampling, rollout.stop, self.tokenizer)
+        self.eval_sampling = with_stops(eval_sampling, rollout.stop, self.tokenizer)
+
+    def set_phase(self, name: str, phase: str) -> None:
+        """Set the phase of an engine or another component. Heartbeats report the first phase that
+        is not a wait, or else the first wait."""
         if phase and phase != self.phases.get(name):
             print(f"{name}: {phase}", flush=True)
         self.phases[name] = phase
-        found = [phase for _, phase in sorted(self.phases.items()) if phase]
-        doing = min(found, key=WAITS.__contains__, default="")
-        self.client.beat.set_phase(doing, waits=doing in WAITS)
+        phases = [phase for _, phase in sorted(self.phases.items()) if phase]
+        reported = min(phases, key=WAITS.__contains__, default="")
+        self.client.beat.set_phase(reported, waits=reported in WAITS)
 
     def note_fault(self, fault: EnvironmentFault) -> None:
-        """Have the queue count the fault of an environment."""
+        """Report the fault of an environment to the queue, which counts it."""
         print(log_entry(f"an environment failed its episode: {fault}"), flush=True)
         self.note("environment_fault", fault.reason)
         self.report_failure(fault.reason, fault.detail, fault.origin)
 
     def report_program(self, episode: Episode | BadAnswer) -> None:
-        """Report the first agent program that has failed after an answer: its episode counts."""
-        if failure := failure_of_program(episode):
+        """Report an agent program that has failed after a response. Its episode counts."""
+        failure = failure_of_program(episode)
+        if failure:
             self.report_failure("program_failed", *failure)
 
     def report_failure(self, reason: str, detail: str, origin: ErrorOrigin = NO_ORIGIN) -> None:
-        """Report the first failure of each kind in this process to the hub, for people."""
+        """Report a failure to the hub, for people, if it is the first of its kind in this
+        process."""
         failure = FirstFailure.from_origin(self.context.group, reason, detail, origin)
         if self.first_failures.is_first(failure):
             texts = failure.detail, failure.location, failure.traceback
             self.client.status.first_failure(failure.reason, *texts)
 
-    def note(self, what: str, reason: str) -> None:
-        """Have the queue count ``what`` went wrong."""
-        self.client.status.note(what, self.context.group, reason)
+    def note(self, kind: str, reason: str) -> None:
+        """Report an incident of a ``kind`` to the queue, which counts it."""
+        self.client.status.note(kind, self.context.group, reason)
 
     def note_waiting_for_judge(self, change: int) -> None:
-        """Have beats say that prompt groups wait for a judge, which is no work that could hang."""
+        """Report in heartbeats whether prompt groups wait for a judge, which is not a hang."""
         self.waiting_for_judge += change
-        self.tell("rewards", FOR_JUDGE if self.waiting_for_judge else "")
+        self.set_phase("rewards", FOR_JUDGE if self.waiting_for_judge else "")
 
     async def serve(self) -> None:
         """Run the engines until the run is finished; the first failure ends the others."""
         try:
             self.context.report_phase("starting the reward")
-            await self.judging.start()
+            await self.group_rewards.start()
             if self.player:
                 self.context.report_phase("starting environments")
                 await self.player.start()
@@ -162,49 +180,53 @@ class Rollout:
         finally:
             if self.player:
                 await self.player.close()
-            await self.judging.close()
+            await self.group_rewards.close()
             await self.media.close()
             await self.outbox.close()
-            await asyncio.gather(*self.keeping, return_exceptions=True)
+            await asyncio.gather(*self.storing, return_exceptions=True)
             self.samples.log.close()
 
-    def over(self) -> None:
-        """The run is finished: nobody waits for engines that are still starting."""
+    def finish_starting_engines(self) -> None:
+        """Let engines leave that are still starting, because the run is finished."""
         for replica in self.pool.members.values():
             if not replica.started and not self.config.colocate:
                 replica.start_leaving()
 
     async def put(self, rows: list[Row]) -> dict[int, str]:
-        """Have the queue take prompt groups, and keep for people what is to be kept of them; what
-        was refused."""
+        """Put prompt groups into the queue, and store samples of them. Returns why tickets were
+        refused."""
         name = self.client.next_shard()
         refused = await asyncio.to_thread(self.client.put_generated, rows, name)
-        if kept := [
+        selected = [
             row
             for row in rows
             if row["ticket"] not in refused and self.samples.keeps(row["ticket"])
-        ]:
-            # Nobody waits for it, least of all the next put.
-            task = asyncio.create_task(self.keep(kept, name, self.judging.about(kept)))
-            self.keeping.add(task)
-            task.add_done_callback(self.keeping.discard)
+        ]
+        if selected:
+            # In a task, so that the next put does not wait for it.
+            details = self.group_rewards.take_details(selected)
+            task = asyncio.create_task(self.store_samples(selected, name, details))
+            self.storing.add(task)
+            task.add_done_callback(self.storing.discard)
         return refused
 
-    async def keep(
-        self, rows: list[Row], shard: str, about: Mapping[str, Mapping[str, Any]]
+    async def store_samples(
+        self, rows: list[Row], shard: str, details: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Keep ``rows`` for people, and tell the hub of a few, and of those that found no room."""
-        samples = await asyncio.to_thread(self.samples.put, rows, shard, about)
+        """Store samples of ``rows``. Report to the hub a few samples for TensorBoard, and the
+        number of samples that did not fit."""
+        samples = await asyncio.to_thread(self.samples.put, rows, shard, details)
         step, every = samples[0]["step"], self.config.samples.tensorboard_every
         if every and step % every == 0:
             self.client.status.show(step, in_tensorboard(samples))
-        if skipped := self.samples.log.take_skipped():
+        skipped = self.samples.log.take_skipped()
+        if skipped:
             self.client.status.report("rollout", step, {SKIPPED: float(skipped)})
 
-    async def judge(
+    async def make_rows(
         self, attempt: Attempt, answers: Sequence[Generation | Episode | BadAnswer]
     ) -> list[Row] | Failure:
-        """Rows of an attempt, rewards included, or why it came to nothing."""
-        judged = await self.judging.rows(attempt.prompt, attempt.ticket, answers)
-        self.outcomes.count(judged)
-        return judged
+        """Rows of an attempt with their rewards, or the reason why it has none."""
+        rows = await self.group_rewards.rows(attempt.prompt, attempt.ticket, answers)
+        self.outcomes.count(rows)
+        return rows

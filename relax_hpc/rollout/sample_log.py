@@ -1,10 +1,10 @@
-"""Samples of the model's responses, kept for people to read: some episodes of every step, all of an
-evaluation.
+"""Samples of the model's responses for people: some episodes of each step, and all episodes of
+evaluations.
 
-Each rollout rank appends to a file of its own incarnation,
-`samples/rollout-inc-000001-rank-0.jsonl.gz`, one gzip member at a time, so that a killed writer
-costs the last one alone. Whether an episode was accepted only the journal says: each names the
-shard it was put in.
+Each rollout rank appends to one file for each incarnation,
+`samples/rollout-inc-000001-rank-0.jsonl.gz`. It writes whole gzip members, so that a kill costs at
+most the last member. A sample names the shard of its row; only the journal says whether the row was
+accepted.
 """
 
 from __future__ import annotations
@@ -31,30 +31,29 @@ SUFFIX = ".jsonl.gz"
 CUT = "\n[... {} characters left out ...]\n"
 """Mark in the middle of a text that is longer than `samples.max_text_chars`."""
 CUT_SHORT = "cut"
-"""Name of what an environment has said last, as JSON, where it is longer than that."""
+"""Key of the beginning and end of an outcome as JSON, if that is longer."""
 _HEAD_START = 0.02
-"""Share of `samples.max_bytes` that steps may use ahead of their even share."""
-_LOOK_S = 10.0
-"""Seconds between two looks at how much the other ranks have written."""
+"""Share of `samples.max_bytes` that a step may use in addition to the even share so far."""
+_SIZE_CHECK_S = 10.0
+"""Seconds between two checks of the size that all ranks have written."""
 _LEVEL = 6
-"""Level of compression: 9, the module's own choice, takes nine times as long for a twentieth
-less."""
+"""Compression level. Level 9, the default of the module, takes nine times as long for 5 % less."""
 _MAGIC = b"\x1f\x8b\x08"
 _CHUNK_BYTES = 1 << 16
 _MEMBER_BYTES = 8 << 20
-"""Bytes of text in one gzip member, about: a longer group of samples is written as several."""
-_MOST_MEMBER_BYTES = 64 << 20
-"""Bytes that a member may unpack to. A longer one is left out, and said."""
-_MOST_SAMPLE_BYTES = 16 << 20
-"""Bytes of one sample. A longer one is left out."""
+"""Approximate bytes of text in one gzip member; more samples are written as several members."""
+_MAX_MEMBER_BYTES = 64 << 20
+"""Most bytes that a reader unpacks from a member. A longer member is reported and left out."""
+_MAX_SAMPLE_BYTES = 16 << 20
+"""Most bytes of a sample. A reader leaves out a longer one."""
 
 Sample = dict[str, Any]
-"""An episode as it is kept; `relax_hpc.rollout.samples_of` makes it."""
+"""An episode as it is stored; `relax_hpc.rollout.readable_rows` makes it."""
 
 
 class SampleLog:
-    """The file of one rank. Writing to it never fails and never waits for its disk; what finds no
-    room is counted.
+    """The file of one rank. A write never fails and never waits for the disk. Samples that do not
+    fit are counted.
 
     ::
 
@@ -64,17 +63,16 @@ class SampleLog:
     """
 
     def __init__(self, path: Path, limits: SamplesConfig, steps: int) -> None:
-        """``steps``: of the whole run, over which `samples.max_bytes` is spread."""
+        """``steps``: steps of the whole run, over which `samples.max_bytes` is distributed."""
         self.path, self.limits, self.steps = path, limits, steps
         self._skipped = 0
         self._lines: AppendFile | None = None
         self._failed = False
         self._lock = threading.Lock()
-        self._used, self._looked_at = 0, -math.inf
+        self._used, self._checked_at = 0, -math.inf
 
     def keep(self, samples: Sequence[Mapping[str, Any]], step: int | None = None) -> None:
-        """Append episodes of ``step``; of None: of an evaluation, which may use all the room that
-        is left."""
+        """Append episodes of ``step``. None: of an evaluation, which may use all free space."""
         if not samples:
             return
         member = b"".join(gzip.compress(text, _LEVEL, mtime=0) for text in self._texts(samples))
@@ -86,9 +84,10 @@ class SampleLog:
         """Lines of ``samples``, in pieces of about `_MEMBER_BYTES`."""
         text = bytearray()
         for sample in samples:
-            # What a user's reward says of itself may be anything.
+            # default=str: components of a user's reward may have any type.
             line = json.dumps(self._short(sample), ensure_ascii=False, default=str, skipkeys=True)
-            # A lone surrogate, as a tokenizer may give for half of a character, is no UTF-8.
+            # A tokenizer may return a lone surrogate for half of a character, which UTF-8 cannot
+            # encode.
             text += line.encode(errors="replace") + b"\n"
             if len(text) >= _MEMBER_BYTES:
                 yield bytes(text)
@@ -97,20 +96,19 @@ class SampleLog:
             yield bytes(text)
 
     def _try_to_append(self, member: bytes) -> bool:
-        """Append if possible; False: not to such a folder, or file, or disk. A sample is not worth
-        a run."""
+        """Append ``member``; False: that is impossible. An error must not end the run."""
         try:
             return self._append(member)
         except OSError as error:
             self._lines = None
             if not self._failed:
-                print_log_line(f"{self.path}: {error.strerror}: samples are not kept")
+                print_log_line(f"{self.path}: {error.strerror}: samples are not stored")
             self._failed = True
             return False
 
     def _append(self, member: bytes) -> bool:
-        """Append; False: the disk has been full for so long that no more is kept for it in
-        memory."""
+        """Append; False: the disk has been full for so long that the buffer in memory is full
+        too."""
         lines = self._lines = self._lines or AppendFile(self.path)
         before = lines.dropped
         lines.write(member)
@@ -119,10 +117,10 @@ class SampleLog:
         return lines.dropped == before
 
     def _has_room(self, size: int, step: int | None) -> bool:
-        """Whether ``size`` bytes fit into the part of the bound that ``step`` may use, which is all
-        of it for a run's last step."""
-        if time.monotonic() >= self._looked_at + _LOOK_S:
-            self._looked_at = time.monotonic()
+        """Whether ``size`` bytes fit into the part of the limit that ``step`` may use. The last
+        step of a run may use all of it."""
+        if time.monotonic() >= self._checked_at + _SIZE_CHECK_S:
+            self._checked_at = time.monotonic()
             with contextlib.suppress(OSError):
                 self._used = sum(
                     path.stat().st_size for path in self.path.parent.glob(f"*{SUFFIX}")
@@ -131,74 +129,72 @@ class SampleLog:
         return self._used + size <= share * self.limits.max_bytes
 
     def _short(self, sample: Mapping[str, Any]) -> Sample:
-        """Sample whose texts are cut to the length that they may have; those of its turns share
-        it."""
-        most = self.limits.max_text_chars
+        """The sample with its texts cut to their maximum length; the texts of its turns share that
+        length."""
+        limit = self.limits.max_text_chars
         short = {
-            name: _cut(value, most) if isinstance(value, str) else value
+            name: _cut(value, limit) if isinstance(value, str) else value
             for name, value in sample.items()
         }
-        if turns := sample.get("turns", []):
-            whole = sum(len(turn["text"]) for turn in turns) <= most
-            short["turns"] = (
-                turns
-                if whole
-                else [turn | {"text": _cut(turn["text"], most // len(turns))} for turn in turns]
-            )
-        if told := sample.get("environment"):
-            text = json.dumps(told, ensure_ascii=False, default=str, skipkeys=True)
-            short["environment"] = told if len(text) <= most else {CUT_SHORT: _cut(text, most)}
+        turns = sample.get("turns", [])
+        if sum(len(turn["text"]) for turn in turns) > limit:
+            share = limit // len(turns)
+            short["turns"] = [turn | {"text": _cut(turn["text"], share)} for turn in turns]
+        environment = sample.get("environment")
+        if environment:
+            text = json.dumps(environment, ensure_ascii=False, default=str, skipkeys=True)
+            if len(text) > limit:
+                short["environment"] = {CUT_SHORT: _cut(text, limit)}
         return short
 
     def take_skipped(self) -> int:
-        """Episodes since the last call that found no room, within the bound or on a disk that was
-        full for long."""
+        """Number of episodes since the last call that were not stored, because of the limit or of a
+        full disk."""
         with self._lock:
             skipped, self._skipped = self._skipped, 0
         return skipped
 
     def close(self) -> None:
-        """Write what the disk has not taken so far, if it does now."""
+        """Try once to write what is still buffered for a full disk."""
         with self._lock:
             if self._lines:
                 with contextlib.suppress(OSError):
                     self._lines.close()
 
 
-def _cut(text: str, most: int) -> str:
-    """Beginning and end of ``text``.
+def _cut(text: str, limit: int) -> str:
+    """Beginning and end of ``text``, together ``limit`` characters; all of a shorter text.
 
     >>> _cut("0123456789", 4)
     '01\\n[... 6 characters left out ...]\\n89'
     """
-    half = most // 2
-    return (
-        text if len(text) <= most else text[:half] + CUT.format(len(text) - 2 * half) + text[-half:]
-    )
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return text[:half] + CUT.format(len(text) - 2 * half) + text[-half:]
 
 
 def kept_of(ticket: int, per_step: int, prompts_per_step: int, samples_per_prompt: int) -> bool:
-    """Whether the episodes of ``ticket`` are kept: of every step as many whole prompt groups as
-    hold ``per_step`` episodes, evenly spread.
+    """Whether the episodes of ``ticket`` are selected. In each step, whole prompt groups with
+    together ``per_step`` episodes are selected, evenly spread.
 
     >>> [ticket for ticket in range(8) if kept_of(ticket, 4, 4, 2)]
     [1, 3, 5, 7]
     """
-    groups, place = (
-        min(prompts_per_step, -(-per_step // samples_per_prompt)),
-        ticket % prompts_per_step,
-    )
-    return (place + 1) * groups // prompts_per_step > place * groups // prompts_per_step
+    groups = min(prompts_per_step, -(-per_step // samples_per_prompt))
+    index = ticket % prompts_per_step
+    return (index + 1) * groups // prompts_per_step > index * groups // prompts_per_step
 
 
 def read_samples(
     folder: Path, complain: Callable[[str], None] = lambda _: None
 ) -> Iterator[Sample]:
-    """Everything in the files of ``folder``, file by file in the order of their names, each from
-    its beginning.
+    """All samples in the files of ``folder``, in the order of the file names, each file from its
+    beginning.
 
-    What is torn or damaged is left out. ``complain`` is called with a line for each file that is
-    not read whole because it is no file of a run, or unpacks to more than samples of a run do.
+    Damaged parts are left out. ``complain`` is called with a line for each file that is not read
+    completely because it is not a file of a run, or because it unpacks to more than samples of a
+    run do.
     """
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
@@ -210,7 +206,7 @@ def read_samples(
 
 def _samples(member: bytes) -> Iterator[Sample]:
     for line in member.splitlines():
-        if len(line) > _MOST_SAMPLE_BYTES:
+        if len(line) > _MAX_SAMPLE_BYTES:
             continue
         try:
             sample = json.loads(line, parse_constant=_number, parse_float=_number)
@@ -221,13 +217,14 @@ def _samples(member: bytes) -> Iterator[Sample]:
 
 
 def _number(text: str) -> float | None:
-    """None for what is no number: a page could not hold it."""
-    return value if math.isfinite(value := float(text)) else None
+    """The number in ``text``; None for NaN and infinity, which JSON cannot represent."""
+    value = float(text)
+    return value if math.isfinite(value) else None
 
 
 def _members(path: Path) -> Iterator[bytes]:
-    """The content of each gzip member that is whole. ForeignFileError: the file, or a member of it,
-    is not read."""
+    """The content of each complete gzip member. ForeignFileError: the file, or a member of it, must
+    not be read."""
     try:
         with (
             open_in_run(path) as file,
@@ -247,22 +244,23 @@ def _members(path: Path) -> Iterator[bytes]:
 
 
 def _inflate(data: mmap.mmap, start: int, path: Path) -> tuple[bytes | None, int]:
-    """The content of the member at ``start``, and its end; None if it is damaged, and where to look
-    for the next.
+    """The content of the member at ``start``, and its end. If it is damaged: None, and the position
+    from which to search for the next member.
 
-    ForeignFileError: it unpacks to more than `_MOST_MEMBER_BYTES`.
+    ForeignFileError: it unpacks to more than `_MAX_MEMBER_BYTES`.
     """
-    stream, parts, size, at = zlib.decompressobj(zlib.MAX_WBITS | 16), [], 0, start
+    stream, pieces, size, position = zlib.decompressobj(zlib.MAX_WBITS | 16), [], 0, start
     try:
-        while not stream.eof and at < len(data):
-            piece = data[at : at + _CHUNK_BYTES]
-            # A chunk unpacks to a thousand times as much, at most.
-            parts.append(stream.decompress(piece))
-            at += len(piece)
-            size += len(parts[-1])
-            if size > _MOST_MEMBER_BYTES:
+        while not stream.eof and position < len(data):
+            chunk = data[position : position + _CHUNK_BYTES]
+            # The size is checked after each chunk, which unpacks to at most a thousand times its
+            # size.
+            pieces.append(stream.decompress(chunk))
+            position += len(chunk)
+            size += len(pieces[-1])
+            if size > _MAX_MEMBER_BYTES:
                 text = (
-                    f"unpacks to more than {_MOST_MEMBER_BYTES} bytes, allowed: at most that in "
+                    f"unpacks to more than {_MAX_MEMBER_BYTES} bytes, allowed: at most that in "
                     "one part"
                 )
                 raise ForeignFileError(errno.EFBIG, text, str(path))
@@ -270,4 +268,4 @@ def _inflate(data: mmap.mmap, start: int, path: Path) -> tuple[bytes | None, int
         return None, start + len(_MAGIC)
     if not stream.eof:
         return None, start + len(_MAGIC)
-    return b"".join(parts), at - len(stream.unused_data)
+    return b"".join(pieces), position - len(stream.unused_data)

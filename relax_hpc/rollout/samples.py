@@ -1,9 +1,8 @@
-"""Engine requests of prompts, and queue rows of an engine's answers."""
+"""Engine requests for prompts, and queue rows of an engine's answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,14 @@ from relax_hpc.base.error_origin import describe_error, locate_error
 from relax_hpc.base.fields import FIELDS
 from relax_hpc.base.routes import BAD_ROUTES, RouteShape
 from relax_hpc.config.schema import Config
+from relax_hpc.data.generation import (
+    CUT_REASONS,
+    Episode,
+    EpisodeRow,
+    GenerateRequest,
+    Generation,
+    Sampling,
+)
 from relax_hpc.data.media import spans_of, tokens_by_id
 from relax_hpc.data.prompt_file import PromptFile, PromptSets
 from relax_hpc.data.prompts import Prompt
@@ -22,27 +29,19 @@ from relax_hpc.queue.records import FILTERED
 from relax_hpc.queue.row_ids import row_id
 from relax_hpc.queue.row_schema import NO_VERSION, Row, split_turns
 from relax_hpc.rewards import RewardInput
-from relax_hpc.rollout.engines.engine import (
-    CUT_REASONS,
-    EngineFault,
-    Episode,
-    EpisodeRow,
-    GenerateRequest,
-    Generation,
-    Sampling,
-)
+from relax_hpc.rollout.engines.engine import EngineFault
 from relax_hpc.rollout.filters import Filter
 from relax_hpc.rollout.outcomes import Failure
 
-_MOST_FETCHED = 4096
-"""Prompts in memory that nobody has asked for yet."""
+_MAX_FETCHED = 4096
+"""Most prompts in memory that were fetched and not used yet."""
 TAIL = 16
 """Tokens at the end of a prompt that show whether the template has opened a thought."""
 
 
 class PromptSource:
-    """Source of training prompts: a ticket's depends on the seed, the ticket and the attempt
-    alone."""
+    """Source of training prompts. The prompt of a ticket depends only on the seed, the ticket and
+    the attempt."""
 
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
         self.prompts = prompts
@@ -50,37 +49,38 @@ class PromptSource:
         self._fetched: dict[int, Prompt] = {}
 
     def prompt(self, ticket: int, attempt: int) -> Prompt:
-        """Prompt of an attempt at a ticket, read unless it was fetched. Errors as of
+        """Prompt of an attempt at a ticket, read from its file unless it was fetched. Errors as of
         `PromptFile`."""
-        place = self._place(ticket, attempt)
-        return self._fetched.pop(place, None) or self.prompts[place]
+        index = self._index(ticket, attempt)
+        return self._fetched.pop(index, None) or self.prompts[index]
 
-    def fetch(self, wanted: Iterable[tuple[int, int]]) -> None:
-        """Read prompts of (ticket, attempt) that are wanted soon, in whatever thread this is."""
-        for place in (self._place(*each) for each in wanted):
-            if place not in self._fetched:
-                self._fetched[place] = self.prompts[place]
-        for place in list(self._fetched)[:-_MOST_FETCHED]:
-            self._fetched.pop(place, None)
+    def fetch(self, attempts: Iterable[tuple[int, int]]) -> None:
+        """Read the prompts of ``attempts``, pairs of ticket and attempt. Any thread may call it."""
+        for ticket, attempt in attempts:
+            index = self._index(ticket, attempt)
+            if index not in self._fetched:
+                self._fetched[index] = self.prompts[index]
+        for index in list(self._fetched)[:-_MAX_FETCHED]:
+            self._fetched.pop(index, None)
 
     def following(self, ticket: int, count: int) -> list[Prompt]:
-        """Prompts of the ``count`` tickets behind ``ticket``, at their first attempts, fetched in
-        whatever thread this is."""
-        wanted = [(number, 0) for number in range(ticket + 1, ticket + 1 + count)]
-        self.fetch(wanted)
-        found = (self._fetched.get(self._place(*each)) for each in wanted)
-        return [prompt for prompt in found if prompt]
+        """Prompts of the first attempts at the ``count`` tickets after ``ticket``. They are
+        fetched; any thread may call this."""
+        attempts = [(number, 0) for number in range(ticket + 1, ticket + 1 + count)]
+        self.fetch(attempts)
+        prompts = (self._fetched.get(self._index(*attempt)) for attempt in attempts)
+        return [prompt for prompt in prompts if prompt]
 
-    def _place(self, ticket: int, attempt: int) -> int:
+    def _index(self, ticket: int, attempt: int) -> int:
         return self._visits.prompt_at(ticket, attempt)
 
 
 def visits_of(prompts: Sequence[Prompt], config: Config) -> Visits:
     """Order in which a run visits ``prompts``."""
     data = config.data
-    order = (
-        prompts.order if data.order_by and isinstance(prompts, PromptFile | PromptSets) else None
-    )
+    order = None
+    if data.order_by and isinstance(prompts, PromptFile | PromptSets):
+        order = prompts.order
     if isinstance(prompts, PromptSets):
         counts = {name: len(file) for name, file in prompts.sets.items()}
     else:
@@ -90,8 +90,8 @@ def visits_of(prompts: Sequence[Prompt], config: Config) -> Visits:
 
 
 def draw_key(ticket: int, prompt: Prompt) -> str:
-    """Key of a prompt's draws, beside the seed and the sample. The ticket is part of it, so that a
-    prompt's next visit samples anew."""
+    """Key of the random numbers of a prompt, in addition to the seed and the sample. It contains
+    the ticket, so that the responses differ at the next visit of the prompt."""
     return f"{ticket}/{prompt.prompt_id}"
 
 
@@ -109,7 +109,7 @@ def requests_for(
 def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokenizer) -> RewardInput:
     """Input of a reward for one episode."""
     if isinstance(answer, Episode) and answer.outcome:
-        return _of_turns(prompt, answer, tokenizer)
+        return _reward_input_of_turns(prompt, answer, tokenizer)
     generation, rows = last_response(answer), []
     if isinstance(answer, Episode) and len(answer.rows) > 1:
         rows = [
@@ -122,70 +122,78 @@ def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokeni
     )
 
 
-def _of_turns(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> RewardInput:
-    """The same of an episode that was played against an environment."""
+def _reward_input_of_turns(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> RewardInput:
+    """Input of a reward for an episode that was played against an environment."""
     assert episode.outcome
-    turns, ended = list(turns_in(episode, tokenizer)), episode.finish_reason
-    finish = "length" if ended in CUT_REASONS else "stop"
+    turns, reason = list(turns_in(episode, tokenizer)), episode.finish_reason
     number = episode.outcome["row"]
-    last = next(
+    last_text = next(
         turn["text"] for turn in reversed(turns) if turn["by"] == "policy" and turn["row"] == number
     )
-    told = {name: episode.outcome[name] for name in ("info", "reward")} | {"ended": ended}
     return RewardInput(
-        prompt.text, prompt.answer, last, finish, prompt.metadata, turns=turns, environment=told
+        prompt.text,
+        prompt.answer,
+        last_text,
+        "length" if reason in CUT_REASONS else "stop",
+        prompt.metadata,
+        turns=turns,
+        environment={
+            "info": episode.outcome["info"],
+            "reward": episode.outcome["reward"],
+            "ended": reason,
+        },
     )
 
 
 def turns_in(episode: Episode, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Turns of the policy and words of the environment in an episode, see `RewardInput.turns`."""
+    """Turns of the policy and of the environment in an episode, see `RewardInput.turns`."""
     for number, row in enumerate(episode.rows):
         ids = row.generation.token_ids
-        for mine, part in split_turns(np.asarray(row.generation.token_versions), 0):
-            text = turn_text(ids[part], tokenizer) if mine else tokenizer.decode(ids[part])
-            yield {"by": "policy" if mine else "environment", "row": number, "text": text}
+        for sampled, tokens in split_turns(np.asarray(row.generation.token_versions), 0):
+            turn_ids = ids[tokens]
+            text = turn_text(turn_ids, tokenizer) if sampled else tokenizer.decode(turn_ids)
+            yield {"by": "policy" if sampled else "environment", "row": number, "text": text}
 
 
-def response_text(made: Generation, tokenizer: Tokenizer) -> str:
+def response_text(generation: Generation, tokenizer: Tokenizer) -> str:
     """Text of a response, without special tokens."""
-    # One that a text has ended has no end token.
-    ended = made.finish_reason == "stop" and made.token_ids[-1] in tokenizer.eos_ids
-    return tokenizer.decode(made.token_ids[:-1] if ended else made.token_ids)
+    ids = generation.token_ids
+    # A response that a stop text has ended has no end token.
+    has_end_token = generation.finish_reason == "stop" and ids[-1] in tokenizer.eos_ids
+    return tokenizer.decode(ids[:-1] if has_end_token else ids)
 
 
 def turn_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """Text of a turn, without special tokens."""
-    return tokenizer.decode(
-        list(token_ids[:-1] if token_ids[-1] in tokenizer.eos_ids else token_ids)
-    )
+    has_end_token = token_ids[-1] in tokenizer.eos_ids
+    return tokenizer.decode(list(token_ids[:-1] if has_end_token else token_ids))
 
 
 def begins_in_thought(before: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether a turn that follows the tokens ``before`` begins within a thought, which the chat
-    template has opened."""
+    """Whether a turn after the tokens ``before`` begins inside a thought that the chat template has
+    opened."""
     return opens_thought(tokenizer.decode([int(token) for token in before[-TAIL:]]))
 
 
 def last_response(answer: Generation | Episode) -> Generation:
-    """Response in the last row of an episode, or the only one."""
+    """The response, or the one in the last row of an episode."""
     return answer.rows[-1].generation if isinstance(answer, Episode) else answer
 
 
 def was_cut(answer: Generation | Episode) -> bool:
-    """Whether a bound has cut what the policy would have said, in any row of an episode, see
-    `CUT_REASONS`."""
+    """Whether a limit has cut a response, in any row of an episode; see `CUT_REASONS`."""
     responses = [row.generation for row in answer.rows] if isinstance(answer, Episode) else [answer]
     return any(response.finish_reason in CUT_REASONS for response in responses)
 
 
-def refused(answers: Sequence[Generation | Episode | EngineFault]) -> Failure | None:
-    """Failure of a prompt group one of whose ``answers`` is no response, since groups enter the
-    queue whole; else None."""
+def failure_of_answers(answers: Sequence[Generation | Episode | EngineFault]) -> Failure | None:
+    """Failure of a prompt group if one of its ``answers`` is not a response, because only whole
+    groups enter the queue; else None."""
     for answer in answers:
         if isinstance(answer, EngineFault):
             return Failure(answer.reason, str(answer), origin=answer.origin)
         if answer.finish_reason == "abort":
-            return Failure("aborted", "the engine gave the response up")
+            return Failure("aborted", "the engine aborted the response")
     return None
 
 
@@ -198,10 +206,10 @@ def group_rows(
     newest_only: bool = False,
     whole_only: bool = False,
 ) -> list[Row] | Failure:
-    """The rows of a prompt group, or why there are none.
+    """The rows of a prompt group, or the reason why it has none.
 
-    ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: see `leave_older_out`.
-    ``whole_only``: an episode any row of which `was_cut` is not trained on.
+    ``keeps``: filter of the group by its rewards. ``newest_only``: see `mask_older_tokens`.
+    ``whole_only``: episodes that a limit has cut (`was_cut`) are not trained on.
     """
     try:
         kept = bool(keeps(list(rewards)))
@@ -215,132 +223,127 @@ def group_rows(
     rows = rows_of(prompt, ticket, dict(enumerate(answers)))
     for row in rows:
         row["reward"] = rewards[row["episode"]]
-    for row in rows if newest_only else ():
-        leave_older_out(row)
-    cut_episodes = (
-        {number for number, answer in enumerate(answers) if was_cut(answer)} if whole_only else ()
-    )
-    for row in rows:
-        if row["episode"] in cut_episodes:
+        if newest_only:
+            mask_older_tokens(row)
+        if whole_only and was_cut(answers[row["episode"]]):
             row["loss_mask"][:] = 0
     return rows
 
 
 def bad_routes(shape: RouteShape, rows: Sequence[Row]) -> Failure | None:
-    """Failure of a prompt group a row of which lacks routes of ``shape``: it names the first; else
-    None."""
-    found = ((row, fault) for row in rows if (fault := shape.find_fault(row)))
-    return next(
-        (Failure(BAD_ROUTES, f"{BAD_ROUTES}: {row['row_id']}: {fault}") for row, fault in found),
-        None,
-    )
+    """Failure of a prompt group if one of its ``rows`` has no valid routes of ``shape``; it names
+    the first such row. Else None."""
+    for row in rows:
+        fault = shape.find_fault(row)
+        if fault:
+            return Failure(BAD_ROUTES, f"{BAD_ROUTES}: {row['row_id']}: {fault}")
+    return None
 
 
-def leave_older_out(row: Row) -> None:
-    """Train only on tokens of the version that drew the last one of ``row`` that anybody
-    sampled."""
+def mask_older_tokens(row: Row) -> None:
+    """Train only on tokens of the version that sampled the last sampled token of ``row``."""
     versions = row["token_versions"]
-    if len(sampled := versions[versions != NO_VERSION]):
+    sampled = versions[versions != NO_VERSION]
+    if len(sampled):
         row["loss_mask"] *= versions == sampled[-1]
 
 
 def rows_of(prompt: Prompt, ticket: int, answers: Mapping[int, Generation | Episode]) -> list[Row]:
-    """The rows of episodes of a prompt group, by their numbers, but for the rewards.
+    """The rows of episodes of a prompt group, without rewards. ``answers``: by episode number.
 
-    Arrays are made once for all of them, and each row has its part: of many short rows that is most
-    of the work.
+    The arrays of all rows are created together, and each row is a view. For many short rows, the
+    creation of arrays is most of the work.
     """
-    turns = [
-        (episode, *turn)
-        for episode, answer in answers.items()
-        for turn in enumerate(_turns(prompt, answer))
-    ]
-    if not turns:
+    episode_rows: list[tuple[int, int, EpisodeRow]] = []
+    for episode, answer in answers.items():
+        for number, episode_row in enumerate(_episode_rows(prompt, answer)):
+            episode_rows.append((episode, number, episode_row))
+    if not episode_rows:
         return []
-    flat = _columns([turn for *_, turn in turns])
-    ends = list(accumulate(len(turn.prompt) + len(turn.generation.token_ids) for *_, turn in turns))
-    return [
-        {
-            "row_id": row_id(ticket, episode, number),
-            "prompt_id": prompt.prompt_id,
-            "ticket": ticket,
-            "episode": episode,
-            "row": number,
-            **{name: values[start:end] for name, values in flat.items()},
-            "prompt_len": len(turn.prompt),
-            **_media(prompt, turn),
-            "finish_reason": turn.generation.finish_reason,
-            **_environment(answers[episode], turn),
-            **_extras(turn),
-        }
-        for (episode, number, turn), start, end in zip(turns, [0, *ends], ends, strict=False)
-    ]
+    columns = _columns([episode_row for *_, episode_row in episode_rows])
+    rows: list[Row] = []
+    start = 0
+    for episode, number, episode_row in episode_rows:
+        generation = episode_row.generation
+        end = start + len(episode_row.prompt) + len(generation.token_ids)
+        rows.append(
+            {
+                "row_id": row_id(ticket, episode, number),
+                "prompt_id": prompt.prompt_id,
+                "ticket": ticket,
+                "episode": episode,
+                "row": number,
+                **{name: values[start:end] for name, values in columns.items()},
+                "prompt_len": len(episode_row.prompt),
+                **_media_fields(prompt, episode_row),
+                "finish_reason": generation.finish_reason,
+                **_environment_field(answers[episode], episode_row),
+                **_extras(episode_row),
+            }
+        )
+        start = end
+    return rows
 
 
-def _columns(turns: Sequence[EpisodeRow]) -> dict[str, np.ndarray]:
-    """Per-token fields of all rows, end to end: tokens of no version were sampled by nobody, and
+def _columns(episode_rows: Sequence[EpisodeRow]) -> dict[str, np.ndarray]:
+    """Per-token fields of all rows, concatenated. Tokens without a version were not sampled, and
     are not trained on."""
-    blank = np.zeros(max(len(turn.prompt) for turn in turns), np.float32)
-    nobody = np.full(len(blank), NO_VERSION, np.int32)
-    pairs = [(turn, len(turn.prompt)) for turn in turns]
-    versions = np.concatenate(
-        [part for turn, known in pairs for part in (nobody[:known], turn.generation.token_versions)]
-    )
-    logprobs = [
-        part
-        for turn, known in pairs
-        for part in (blank[:known], np.array(turn.generation.logprobs, np.float32))
-    ]
+    zeros = np.zeros(max(len(row.prompt) for row in episode_rows), np.float32)
+    no_versions = np.full(len(zeros), NO_VERSION, np.int32)
+    token_ids: list[int] = []
+    version_arrays: list[np.ndarray] = []
+    logprob_arrays: list[np.ndarray] = []
+    for row in episode_rows:
+        prompt_len, generation = len(row.prompt), row.generation
+        token_ids += row.prompt
+        token_ids += generation.token_ids
+        version_arrays += (no_versions[:prompt_len], generation.token_versions)
+        logprob_arrays += (zeros[:prompt_len], np.array(generation.logprobs, np.float32))
+    versions = np.concatenate(version_arrays)
     return {
-        "token_ids": np.array(
-            [*chain.from_iterable((*turn.prompt, *turn.generation.token_ids) for turn in turns)],
-            np.int32,
-        ),
+        "token_ids": np.array(token_ids, np.int32),
         "loss_mask": (versions != NO_VERSION).astype(np.uint8),
-        "rollout_logprobs": np.concatenate(logprobs),
+        "rollout_logprobs": np.concatenate(logprob_arrays),
         "token_versions": versions.astype(np.int32, copy=False),
     }
 
 
-def _turns(prompt: Prompt, answer: Generation | Episode) -> Sequence[EpisodeRow]:
+def _episode_rows(prompt: Prompt, answer: Generation | Episode) -> Sequence[EpisodeRow]:
     return answer.rows if isinstance(answer, Episode) else [EpisodeRow(prompt.token_ids, answer)]
 
 
-def _environment(answer: Generation | Episode, turn: EpisodeRow) -> Row:
-    """Field `environment` of a row, if its episode was played against one."""
+def _environment_field(answer: Generation | Episode, episode_row: EpisodeRow) -> Row:
+    """Field `environment` of a row, if its episode was played against an environment."""
+    if episode_row.turns is None:
+        return {}
     outcome = answer.outcome if isinstance(answer, Episode) else None
-    return (
-        {}
-        if turn.turns is None
-        else {"environment": {"turns": list(turn.turns), **(outcome or {})}}
-    )
+    return {"environment": {"turns": list(episode_row.turns), **(outcome or {})}}
 
 
-def _media(prompt: Prompt, turn: EpisodeRow) -> Row:
-    """Fields about media: a row that does not begin with the ``prompt`` has none of its places,
-    unless it says so."""
-    if turn.media is not None:
-        return {"spans": spans_of(turn.media)} | (
-            {"media_tokens": tokens_by_id(turn.media)} if turn.media else {}
-        )
-    known = len(prompt.token_ids)
-    if not prompt.media or tuple(turn.prompt[:known]) != prompt.token_ids:
+def _media_fields(prompt: Prompt, episode_row: EpisodeRow) -> Row:
+    """Fields about media. A row without `media` has those of the ``prompt`` if it begins with
+    it."""
+    media = episode_row.media
+    if media is None:
+        begins_with_prompt = tuple(episode_row.prompt[: len(prompt.token_ids)]) == prompt.token_ids
+        media = prompt.media if begins_with_prompt else ()
+    if not media:
         return {"spans": []}
-    return {"spans": spans_of(prompt.media), "media_tokens": tokens_by_id(prompt.media)}
+    return {"spans": spans_of(media), "media_tokens": tokens_by_id(media)}
 
 
-def _extras(turn: EpisodeRow) -> Row:
-    """Declared fields that the engine gave beside the tokens."""
-    found, known = {}, len(turn.prompt)
-    for name, values in turn.generation.extras.items():
+def _extras(episode_row: EpisodeRow) -> Row:
+    """Declared fields that the engine gave in addition to the tokens."""
+    fields: Row = {}
+    prompt_len = len(episode_row.prompt)
+    generation = episode_row.generation
+    for name, values in generation.extras.items():
         if name in FIELDS:
-            unknown = np.full((known, *values.shape[1:]), FIELDS[name].pad, values.dtype)
-            before = turn.generation.before.get(name, unknown)[:known]
-            both, declared = np.concatenate([before, values]), FIELDS[name].dtype
-            # What may lose more than precision is left for who checks rows.
-            found[name] = (
-                both.astype(declared, copy=False)
-                if np.can_cast(both.dtype, declared, "same_kind")
-                else both
-            )
-    return found
+            padding = np.full((prompt_len, *values.shape[1:]), FIELDS[name].pad, values.dtype)
+            before = generation.before.get(name, padding)[:prompt_len]
+            column, dtype = np.concatenate([before, values]), FIELDS[name].dtype
+            # A cast to another kind of number would hide an error, which the check of rows reports.
+            if np.can_cast(column.dtype, dtype, "same_kind"):
+                column = column.astype(dtype, copy=False)
+            fields[name] = column
+    return fields

@@ -1,8 +1,8 @@
-"""Over-sampling: the next attempts at some tickets, begun before it is known whether they are
-needed.
+"""Over-sampling: spares are the next attempts at some tickets, started before it is known whether
+they are needed.
 
-A spare is what its own ticket would be given next anyway, so that what a ticket is trained on does
-not depend on spares, nor on which of them is quick.
+A spare is the attempt that its ticket would get next anyway. The rows that a ticket is trained on
+therefore do not depend on spares or on their speed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from relax_hpc.rollout.attempt import Attempt
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """An attempt that is drawn beside the one asked for."""
+    """An attempt that is generated in parallel to the present one of its ticket."""
 
     attempt: Attempt
-    drawing: asyncio.Task[bool]
-    """Task that fills the attempt; its result: whether the engine gave a good answer to all."""
+    generating: asyncio.Task[bool]
+    """Task that generates the attempt; it returns whether all responses are good."""
 
     async def abort(self) -> None:
-        """Have the engine give up what it has not finished of it."""
-        self.drawing.cancel()
-        await asyncio.gather(self.drawing, return_exceptions=True)
+        """Stop the generation."""
+        self.generating.cancel()
+        await asyncio.gather(self.generating, return_exceptions=True)
 
 
 def has_spare(ticket: int, share: float) -> bool:
-    """Whether ``ticket`` is among those, a ``share`` of all and evenly spread, that get a spare
-    attempt."""
+    """Whether ``ticket`` gets a spare attempt: a ``share`` of all tickets does, evenly spread."""
     return int((ticket + 1) * share) > int(ticket * share)

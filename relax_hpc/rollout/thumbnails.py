@@ -1,5 +1,4 @@
-"""Media as people see them beside a sample: small pictures, which stay when the media themselves
-are gone."""
+"""Thumbnails of media for people who read samples. They remain when the media were removed."""
 
 from __future__ import annotations
 
@@ -16,17 +15,17 @@ from relax_hpc.data.rows import data_uri
 from relax_hpc.queue.storage.media import MediaError, MediaStore
 
 SIDE = 96
-"""Pixels of the longer side, at most."""
+"""Most pixels of the longer side."""
 _QUALITY = 70
 _WAVE_HEIGHT = 32
-"""Pixels of the height of a sound."""
-_KEPT = 64
-"""Thumbnails in memory: the samples of a prompt group have the same."""
+"""Height of the picture of a sound in pixels."""
+_CACHED = 64
+"""Thumbnails in memory: all samples of a prompt group have the same media."""
 
 
-@functools.lru_cache(maxsize=_KEPT)
+@functools.lru_cache(maxsize=_CACHED)
 def thumbnail_of(blob: Path) -> dict[str, str] | None:
-    """Thumbnail of what is stored at ``blob``; None: it cannot be had any more."""
+    """Thumbnail of the medium in ``blob``; None: the medium was removed or cannot be read."""
     try:
         return thumbnail(Medium.from_bytes(MediaStore(blob.parent, durable=False).read(blob.name)))
     except (MediaError, BadMedium):
@@ -34,17 +33,20 @@ def thumbnail_of(blob: Path) -> dict[str, str] | None:
 
 
 def thumbnail(medium: Medium) -> dict[str, str]:
-    """{kind, about: its size, picture: a JPEG as a data URI}."""
-    pixels, about = _waveform(medium) if medium.kind is Kind.AUDIO else _middle(medium)
+    """{kind, about: the size in words, picture: a JPEG as a data URI}."""
+    if medium.kind is Kind.AUDIO:
+        pixels, size = _waveform(medium)
+    else:
+        pixels, size = _middle_frame(medium)
     return {
         "kind": str(medium.kind),
-        "about": about,
+        "about": size,
         "picture": data_uri(_jpeg(pixels), "image/jpeg"),
     }
 
 
-def _middle(medium: Medium) -> tuple[np.ndarray, str]:
-    """Middle frame of what is seen, and its size."""
+def _middle_frame(medium: Medium) -> tuple[np.ndarray, str]:
+    """Middle frame of an image or a video [height, width, 3], and its size."""
     frames = medium.data[None] if medium.kind is Kind.IMAGE else medium.data
     count, height, width, _ = frames.shape
     size = f"{width} x {height}"
@@ -52,13 +54,12 @@ def _middle(medium: Medium) -> tuple[np.ndarray, str]:
 
 
 def _waveform(medium: Medium) -> tuple[np.ndarray, str]:
-    """Loudness of a sound from left to right, a bar a column, and its length."""
+    """Bars with the loudness of a sound over time [height, width, 3], and its length."""
     columns = np.array_split(np.abs(waveform(medium)), SIDE)
-    loud = np.array([column.max(initial=0.0) for column in columns])
-    beyond = np.abs(np.linspace(-1, 1, _WAVE_HEIGHT))[:, None] > loud
-    return np.repeat(
-        np.where(beyond, 255, 64).astype(np.uint8)[..., None], 3, axis=2
-    ), f"{medium.data.size} samples"
+    loudness = np.array([column.max(initial=0.0) for column in columns])
+    is_background = np.abs(np.linspace(-1, 1, _WAVE_HEIGHT))[:, None] > loudness
+    gray = np.where(is_background, 255, 64).astype(np.uint8)
+    return np.repeat(gray[..., None], 3, axis=2), f"{medium.data.size} samples"
 
 
 def _jpeg(pixels: np.ndarray) -> bytes:

@@ -1,125 +1,123 @@
-"""Worker that turns tickets into prompt groups in the queue: as many at a time as an engine may
-have."""
+"""Worker that generates prompt groups for tickets, as many concurrently as its engine may have."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.base.terminal_text import log_entry
+from relax_hpc.data.generation import Episode, GenerateRequest, Generation
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.queue.client import Admission, AttemptLog, NextAttempt
 from relax_hpc.queue.process_context import END
 from relax_hpc.queue.records import FILTERED
-from relax_hpc.rollout.attempt import Attempt, Made
-from relax_hpc.rollout.engines.engine import (
-    BadAnswer,
-    BatchedEngine,
-    Episode,
-    GenerateRequest,
-    Generation,
-)
+from relax_hpc.rollout.attempt import Attempt, EpisodeResult
+from relax_hpc.rollout.engines.engine import BadAnswer, BatchedEngine, Engine
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.play import Repeat, play
 from relax_hpc.rollout.episodes.turns import Start
 from relax_hpc.rollout.media import UNUSABLE
-from relax_hpc.rollout.outcomes import Failure, generated
+from relax_hpc.rollout.outcomes import Failure, generated_metrics
 from relax_hpc.rollout.segment_log import SegmentLog
 from relax_hpc.rollout.spares import Spare, has_spare
 
 if TYPE_CHECKING:
     from relax_hpc.rollout.replica import Replica
 
-_UNUSABLE, _SURPLUS = "unusable", "surplus"
-"""Reasons why an attempt is dropped: nobody can go on with its log, or it is a spare that nobody
+_UNUSABLE_LOG, _SURPLUS = "unusable", "surplus"
+"""Reasons for which an attempt is dropped: its log cannot be used, or it is a spare that no ticket
 needs."""
 
 
-class HandedOn(Exception):
-    """The engine leaves: what it has of an attempt is in the log, for whoever is admitted to the
-    ticket next."""
+class HandedOver(Exception):
+    """Signal that the engine leaves. The log has the attempt, for the next owner of the ticket."""
 
 
 class TicketWorker:
-    """Asks for as many tickets as its engine has places for, and works on each of them by
-    itself."""
+    """Asks for as many tickets as its engine has free slots, and works on each in a task."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica, self.rollout = replica, replica.rollout
         self.config, self.client = replica.config, replica.rollout.client
-        shape = self.config.rollout
-        self.free = shape.groups_per_request * shape.requests_in_flight
-        """Prompt groups that the engine could work on beside those that it has."""
-        self.left = asyncio.Event()
-        """Event that is set when a prompt group has been put."""
-        self.log = SegmentLog(self.client, shape)
+        rollout = self.config.rollout
+        self.slots = rollout.groups_per_request * rollout.requests_in_flight
+        """Prompt groups that the engine may work on concurrently."""
+        self.free = self.slots
+        """Slots that are free."""
+        self.slot_freed = asyncio.Event()
+        """Event that is set when a slot becomes free."""
+        self.log = SegmentLog(self.client, rollout)
         self.spares = 0
-        """Spares being drawn, needed or not."""
+        """Spares that are being generated."""
         self.unneeded: set[asyncio.Task[None]] = set()
+        """Tasks that store spares which their own tickets do not need."""
 
     async def serve(self) -> None:
-        """Take tickets and turn them into rows, until there are no more or the engine leaves."""
+        """Take tickets and put their rows, until there are no more or the engine leaves."""
         try:
             async with self.log.running(), asyncio.TaskGroup() as tasks:
-                while admitted := await self.admitted():
-                    self.replica.activity.because(admitted.waited)
-                    for ticket, failures in admitted.failures.items():
-                        self.rollout.outcomes.count_lost(
-                            ticket, failures, "rows that were dropped after they were put"
-                        )
-                    wanted = list(zip(admitted.tickets, admitted.attempts, strict=True))
-                    begun = [(place.ticket, place.attempt) for place in admitted.logs]
-                    await asyncio.to_thread(self.rollout.source.fetch, [*wanted, *begun])
-                    for ticket, number in wanted:
-                        self.free -= 1
-                        tasks.create_task(self.fill(ticket, number, admitted.logs))
-                    if self.rollout.media.looks_ahead:
-                        tasks.create_task(self.look_ahead(max(admitted.tickets)))
-            self.replica.activity.because(END)
+                while admission := await self.await_tickets():
+                    await self.start_tickets(admission, tasks)
+            self.replica.activity.set_wait_causes(END)
         finally:
             for task in self.unneeded:
                 task.cancel()
             await asyncio.gather(*self.unneeded, return_exceptions=True)
 
-    async def look_ahead(self, ticket: int) -> None:
-        """Have media decoded of prompts behind that of ``ticket``, as many as an engine may
-        have."""
-        shape = self.config.rollout
-        count = shape.groups_per_request * shape.requests_in_flight
-        self.rollout.media.expect(
-            await asyncio.to_thread(self.rollout.source.following, ticket, count)
-        )
+    async def start_tickets(self, admission: Admission, tasks: asyncio.TaskGroup) -> None:
+        """Start to work on admitted tickets."""
+        self.replica.activity.set_wait_causes(admission.waited)
+        for ticket, failures in admission.failures.items():
+            self.rollout.outcomes.count_lost(
+                ticket, failures, "rows that were dropped after they were put"
+            )
+        attempts = list(zip(admission.tickets, admission.attempts, strict=True))
+        logged = [(log.ticket, log.attempt) for log in admission.logs]
+        await asyncio.to_thread(self.rollout.source.fetch, [*attempts, *logged])
+        for ticket, number in attempts:
+            self.free -= 1
+            tasks.create_task(self.work_on_ticket(ticket, number, admission.logs))
+        if self.rollout.media.looks_ahead:
+            tasks.create_task(self.expect_media(max(admission.tickets)))
 
-    async def admitted(self) -> Admission | None:
-        """The next tickets, once there is room for one; None: there will be none."""
+    async def expect_media(self, ticket: int) -> None:
+        """Start to decode the media of the prompts after that of ``ticket``, as many as the engine
+        has slots."""
+        prompts = await asyncio.to_thread(self.rollout.source.following, ticket, self.slots)
+        self.rollout.media.expect(prompts)
+
+    async def await_tickets(self) -> Admission | None:
+        """The next tickets, once a slot is free; None: there are no more."""
         while self.free <= 0:
-            self.left.clear()
-            await self.left.wait()
+            self.slot_freed.clear()
+            await self.slot_freed.wait()
         asking = self.client.tickets.admit(self.replica.reader.reader, self.free)
         return await self.replica.unless_leaving(asyncio.wrap_future(asking))
 
-    async def fill(self, ticket: int, number: int, logs: Sequence[AttemptLog]) -> None:
-        """Put a prompt group for a ticket, however many attempts it takes."""
+    async def work_on_ticket(self, ticket: int, number: int, logs: Sequence[AttemptLog]) -> None:
+        """Put a prompt group for a ticket, after as many attempts as it takes."""
         spare: Spare | None = None
         try:
-            attempt = await self.gone_on(ticket, number, logs)
+            attempt = await self.resume_attempt(ticket, number, logs)
             spare = self.begin_spare(attempt)
-            while failure := await self.finish(attempt):
-                answer = await self.failed(attempt, failure)
-                attempt = await self.gone_on(ticket, answer.attempt, answer.logs)
+            while failure := await self.finish_attempt(attempt):
+                answer = await self.report_failed_attempt(attempt, failure)
+                attempt = await self.resume_attempt(ticket, answer.attempt, answer.logs)
                 if spare and spare.attempt.number == answer.attempt and not answer.logs:
-                    attempt, spare = spare.attempt if await spare.drawing else attempt, None
+                    if await spare.generating:
+                        attempt = spare.attempt
+                    spare = None
             if spare:
-                await self.leave(spare)
-        except HandedOn:
+                await self.offer_spare(spare)
+        except HandedOver:
             if spare:
                 await spare.abort()
-                await self.drop(spare.attempt, _SURPLUS)
+                await self.drop_attempt(spare.attempt, _SURPLUS)
             await asyncio.wrap_future(self.client.tickets.return_ticket(ticket))
         except BaseException:
             if spare:
@@ -127,59 +125,66 @@ class TicketWorker:
             raise
         finally:
             self.free += 1
-            self.left.set()
+            self.slot_freed.set()
 
-    async def gone_on(self, ticket: int, number: int, logs: Sequence[AttemptLog]) -> Attempt:
-        """An attempt with what its log has, or that of a spare, among ``logs``; or one that
-        begins."""
-        place = next((place for place in logs if place.holder == ticket), None)
-        if not place:
-            return self.begun(ticket, number)
-        prompt = self.rollout.source.prompt(place.ticket, place.attempt)
+    async def resume_attempt(self, ticket: int, number: int, logs: Sequence[AttemptLog]) -> Attempt:
+        """Attempt ``number`` at ``ticket`` with the results in its log or in the log of a spare,
+        which is among ``logs``; a new attempt if there is no usable log."""
+        log = next((log for log in logs if log.holder == ticket), None)
+        if not log:
+            return self.new_attempt(ticket, number)
+        prompt = self.rollout.source.prompt(log.ticket, log.attempt)
         with self.replica.activity("queue", self.step_of(ticket)):
-            if made := await self.log.read(place, prompt):
-                return self.attempt(ticket, number, prompt, made)
-            begun = self.begun(ticket, number)
-            await self.drop(begun, _UNUSABLE)
-        return begun
+            logged = await self.log.read(log, prompt)
+            if logged:
+                return self.make_attempt(ticket, number, prompt, logged)
+            attempt = self.new_attempt(ticket, number)
+            await self.drop_attempt(attempt, _UNUSABLE_LOG)
+        return attempt
 
-    def begun(self, ticket: int, number: int) -> Attempt:
-        """New attempt, of which there is nothing yet."""
-        return self.attempt(ticket, number, self.rollout.source.prompt(ticket, number))
+    def new_attempt(self, ticket: int, number: int) -> Attempt:
+        """Attempt without any response yet."""
+        return self.make_attempt(ticket, number, self.rollout.source.prompt(ticket, number))
 
-    def attempt(
-        self, ticket: int, number: int, prompt: Prompt, made: Mapping[int, Made] | None = None
+    def make_attempt(
+        self,
+        ticket: int,
+        number: int,
+        prompt: Prompt,
+        logged: Mapping[int, EpisodeResult] | None = None,
     ) -> Attempt:
-        """Attempt ``number`` at ``ticket``, with what there is of it."""
+        """Attempt ``number`` at ``ticket`` with its ``logged`` results."""
         in_turns = self.rollout.player is not None
-        return Attempt(ticket, number, prompt, self.config.samples_per_prompt, made, in_turns)
+        return Attempt(ticket, number, prompt, self.config.samples_per_prompt, logged, in_turns)
 
-    async def finish(self, attempt: Attempt) -> Failure | None:
-        """Draw what is missing of an attempt and put it; or why it came to nothing. HandedOn:
-        others are to do that."""
-        step, known = self.step_of(attempt.ticket), attempt.tokens
-        if failure := await self.prepare(attempt):
+    async def finish_attempt(self, attempt: Attempt) -> Failure | None:
+        """Generate the missing parts of an attempt and put its rows, or return the reason why it
+        failed. HandedOver: the engine leaves."""
+        step, tokens_before = self.step_of(attempt.ticket), attempt.tokens
+        failure = await self.prepare_media(attempt)
+        if failure:
             self.rollout.outcomes.count(failure)
             return failure
-        async with self.log.of(attempt):
-            with self.drawing(attempt.ticket):
-                drawing = await self.replica.until_leaving(self.draw(attempt))
-            if drawing.cancelled():
-                self.report(attempt.ticket, attempt.tokens - known)
-                await self.log.keep(attempt)
-                raise HandedOn
-            answers = drawing.result()
+        async with self.log.recording(attempt):
+            with self.generating(attempt.ticket):
+                generating = await self.replica.until_leaving(self.generate(attempt))
+            if generating.cancelled():
+                self.report(attempt.ticket, attempt.tokens - tokens_before)
+                await self.log.hand_over(attempt)
+                raise HandedOver
+            answers = generating.result()
             with self.replica.activity("queue", step):
-                judged = await self.rollout.judge(attempt, answers)
-        self.report(attempt.ticket, attempt.tokens - known, generated([judged]))
-        if isinstance(judged, Failure):
-            return judged
+                rows = await self.rollout.make_rows(attempt, answers)
+        self.report(attempt.ticket, attempt.tokens - tokens_before, generated_metrics([rows]))
+        if isinstance(rows, Failure):
+            return rows
         with self.replica.activity("queue", step):
-            await self.rollout.outbox.put(judged)
+            await self.rollout.outbox.put(rows)
         return None
 
-    async def prepare(self, attempt: Attempt) -> Failure | None:
-        """Have the media of its prompt where engines read them, or say why they are of no use."""
+    async def prepare_media(self, attempt: Attempt) -> Failure | None:
+        """Store the media of the prompt for engines, or return the reason why they cannot be
+        used."""
         if not (attempt.prompt.media or attempt.prompt.fault):
             return None
         try:
@@ -189,45 +194,42 @@ class TicketWorker:
             return Failure(bad.reason, f"{bad} (prompt {attempt.prompt.prompt_id})")
         return None
 
-    def report(self, ticket: int, drawn: int, values: Mapping[str, float] | None = None) -> None:
-        """Report the number of tokens drawn for a ticket, and what else there is to count."""
+    def report(self, ticket: int, tokens: int, values: Mapping[str, float] | None = None) -> None:
+        """Report the number of ``tokens`` that were sampled for a ticket, and further metrics."""
         read, self.replica.read = self.replica.read, Counter()
         self.rollout.outbox.report(
-            self.step_of(ticket), {"perf/rollout_tokens": drawn, **read, **(values or {})}
+            self.step_of(ticket), {"perf/rollout_tokens": tokens, **read, **(values or {})}
         )
 
     def step_of(self, ticket: int) -> int:
         """The step that ``ticket`` is for."""
         return ticket // self.config.prompts_per_step
 
-    async def draw(
+    async def generate(
         self, attempt: Attempt, counted: bool = True
     ) -> list[Generation | Episode | BadAnswer]:
-        """The episodes of ``attempt``, of which the engine draws what is missing. Repeat: see
-        `episode`."""
+        """The episodes of ``attempt``; the engine generates their missing parts. Repeat: see
+        `generate_episode`."""
         engine = self.replica.engine
-        if isinstance(engine, BatchedEngine) and not (
-            self.rollout.player or self.rollout.task.makes("episode")
-        ):
-            return await self.together(attempt, counted)
+        is_one_response = not (self.rollout.player or self.rollout.task.makes("episode"))
+        if isinstance(engine, BatchedEngine) and is_one_response:
+            return await self.generate_batched(attempt, counted)
         async with asyncio.TaskGroup() as tasks:
             episodes = [
-                tasks.create_task(self.episode(attempt, k, counted))
+                tasks.create_task(self.generate_episode(attempt, k, counted))
                 for k in range(len(attempt.drafts))
             ]
         return [episode.result() for episode in episodes]
 
-    async def together(
+    async def generate_batched(
         self, attempt: Attempt, counted: bool
     ) -> list[Generation | Episode | BadAnswer]:
-        """The same, where an episode is one response, of an engine that `BatchedEngine`."""
+        """The same with a `BatchedEngine`, for episodes of one response."""
         bad: dict[int, BadAnswer] = {}
         budget = self.config.rollout.max_new_tokens
         while requests := attempt.requests(self.rollout.sampling, budget, but=bad):
             with contextlib.suppress(*([Repeat] if counted else [])):
-                answers = await self.replica.asked(
-                    lambda engine, these=requests: engine.generate_all(these), counted
-                )
+                answers = await self.replica.ask_engine(_batched(requests), counted)
                 for request, answer in zip(requests, answers, strict=True):
                     if isinstance(answer, BadAnswer):
                         bad[request.sample] = answer
@@ -235,37 +237,35 @@ class TicketWorker:
                         attempt.drafts[request.sample].ended = answer
         return [bad.get(k) or draft.snapshot() for k, draft in enumerate(attempt.drafts)]
 
-    async def episode(
+    async def generate_episode(
         self, attempt: Attempt, k: int, counted: bool
     ) -> Generation | Episode | BadAnswer:
-        """One of them; asked for again while the engine fails. Repeat: it failed, which is not
-        ``counted``."""
-        while request := attempt.request(
-            k, self.rollout.sampling, self.config.rollout.max_new_tokens
-        ):
+        """Episode ``k`` of ``attempt``. If the engine fails, it is asked again. Repeat: it has
+        failed, and its failures are not ``counted``."""
+        budget = self.config.rollout.max_new_tokens
+        while request := attempt.request(k, self.rollout.sampling, budget):
             history = attempt.drafts[k]
             if isinstance(history, History):
-                return await self.turns(attempt, history, request, counted)
+                return await self.play_turns(attempt, history, request, counted)
             with contextlib.suppress(*([Repeat] if counted else [])):
-                limit_s = self.config.rollout.episode_timeout_s
                 return await play(
                     self.rollout.task,
                     request,
-                    lambda asked: self.replica.once(asked, counted),
-                    limit_s,
+                    lambda request: self.replica.ask_once(request, counted),
+                    self.config.rollout.episode_timeout_s,
                 )
         return attempt.drafts[k].snapshot()
 
-    async def turns(
+    async def play_turns(
         self, attempt: Attempt, history: History, request: GenerateRequest, counted: bool
     ) -> Episode | BadAnswer:
-        """The episode that ``history`` is the beginning of, against its environment. Repeat: as
-        `episode`."""
+        """The episode against its environment that begins with ``history``. Repeat: as
+        `generate_episode`."""
         assert self.rollout.player
 
-        async def ask(asked: GenerateRequest) -> Generation | BadAnswer:
+        async def ask(request: GenerateRequest) -> Generation | BadAnswer:
             with self.replica.activity("generate", self.step_of(attempt.ticket)):
-                return await self.replica.once(asked, counted)
+                return await self.replica.ask_once(request, counted)
 
         with self.replica.activity.playing():
             start = Start(attempt.prompt, request, ask, attempt.ticket, counted)
@@ -273,18 +273,16 @@ class TicketWorker:
         self.rollout.report_program(episode)
         return episode
 
-    def drawing(self, ticket: int) -> AbstractContextManager[None]:
-        """Activity of the engine while it draws all of an attempt; of episodes of several turns,
-        each turn by itself is."""
-        return (
-            nullcontext()
-            if self.rollout.player
-            else self.replica.activity("generate", self.step_of(ticket))
-        )
+    def generating(self, ticket: int) -> AbstractContextManager[None]:
+        """Activity of the engine while it generates an attempt. With environments, each turn is an
+        activity instead."""
+        if self.rollout.player:
+            return nullcontext()
+        return self.replica.activity("generate", self.step_of(ticket))
 
-    async def failed(self, attempt: Attempt, failure: Failure) -> NextAttempt:
-        """Count a group that is not put; the number of the next attempt, by another prompt under
-        the same ticket."""
+    async def report_failed_attempt(self, attempt: Attempt, failure: Failure) -> NextAttempt:
+        """Report an attempt that has no rows to the queue. Returns the next attempt, which has
+        another prompt under the same ticket."""
         if failure.reason != FILTERED:
             text = (
                 f"ticket {attempt.ticket}, attempt {attempt.number}: {failure.detail_with_location}"
@@ -300,8 +298,8 @@ class TicketWorker:
         return answer
 
     async def check_progress(self, failure: Failure) -> None:
-        """ConfigError if the run has made no progress: then a programming error is the cause of
-        ``failure``, and not data."""
+        """ConfigError if the run has made no progress: ``failure`` is then a programming error, and
+        not a problem of the data."""
         status = await asyncio.wrap_future(self.client.status.get())
         if not (status.trained_steps or status.accepted):
             raise ConfigError(failure.as_programming_error)
@@ -309,28 +307,25 @@ class TicketWorker:
     # -- spares ------------------------------------------------------------------------------------
 
     def begin_spare(self, attempt: Attempt) -> Spare | None:
-        """Have the attempt behind some drawn too, unless as many are under way as the engine has
-        places."""
-        shape = self.config.rollout
-        most = shape.groups_per_request * shape.requests_in_flight
-        if (
-            attempt.whole
-            or self.spares >= most
-            or not has_spare(attempt.ticket, shape.over_sampling)
-        ):
+        """Start to generate the attempt after ``attempt``, for a share of the tickets, and unless
+        there are as many spares as slots."""
+        over_sampling = self.config.rollout.over_sampling
+        if attempt.whole or self.spares >= self.slots:
+            return None
+        if not has_spare(attempt.ticket, over_sampling):
             return None
         self.spares += 1
-        following = self.begun(attempt.ticket, attempt.number + 1)
-        return Spare(following, asyncio.create_task(self.draw_spare(following)))
+        following = self.new_attempt(attempt.ticket, attempt.number + 1)
+        return Spare(following, asyncio.create_task(self.generate_spare(following)))
 
-    async def draw_spare(self, attempt: Attempt) -> bool:
-        """Whether the engine draws all of it well, asked once: what keeps it from that shows in the
-        other requests."""
+    async def generate_spare(self, attempt: Attempt) -> bool:
+        """Whether all responses are good. The engine is asked once: its failures show in the other
+        requests."""
         try:
-            if await self.prepare(attempt):
+            if await self.prepare_media(attempt):
                 return False
-            with self.drawing(attempt.ticket):
-                answers = await self.draw(attempt, counted=False)
+            with self.generating(attempt.ticket):
+                answers = await self.generate(attempt, counted=False)
             return not any(
                 isinstance(answer, BadAnswer) or answer.finish_reason == "abort"
                 for answer in answers
@@ -339,35 +334,48 @@ class TicketWorker:
             pass
         finally:
             self.spares -= 1
-            # It is work of the engine too.
+            # Tokens of spares count as work of the engine.
             self.report(attempt.ticket, attempt.tokens)
         return False
 
-    async def leave(self, spare: Spare) -> None:
-        """Offer a spare to other tickets, as its own does not need it; at staleness 0, where none
-        may be given it, drop it."""
+    async def offer_spare(self, spare: Spare) -> None:
+        """Offer a spare that its own ticket does not need to other tickets. At staleness 0 no other
+        ticket may use it, so it is dropped."""
         if not self.config.max_staleness:
             await spare.abort()
-            await self.drop(spare.attempt, _SURPLUS)
+            await self.drop_attempt(spare.attempt, _SURPLUS)
             return
-        task = asyncio.create_task(self.keep(spare))
+        task = asyncio.create_task(self.store_spare(spare))
         self.unneeded.add(task)
         task.add_done_callback(self.unneeded.discard)
 
-    async def keep(self, spare: Spare) -> None:
-        """Have the queue keep a spare, if it is good."""
+    async def store_spare(self, spare: Spare) -> None:
+        """Wait for a spare, and store it in the queue if it is good."""
         try:
-            if await spare.drawing:
-                await self.log.spare(spare.attempt)
+            if await spare.generating:
+                await self.log.store_spare(spare.attempt)
             else:
-                await self.drop(spare.attempt, _SURPLUS)
+                await self.drop_attempt(spare.attempt, _SURPLUS)
         except RelaxError as error:
             print(log_entry(f"a spare prompt group was not dropped: {error}"), flush=True)
         finally:
             await spare.abort()
 
-    async def drop(self, attempt: Attempt, reason: str) -> None:
-        """Drop an attempt that is of no use, which the queue counts."""
+    async def drop_attempt(self, attempt: Attempt, reason: str) -> None:
+        """Drop an attempt that cannot be used. The queue counts it."""
         await asyncio.wrap_future(
             self.client.tickets.drop_attempt(attempt.ticket, attempt.number, reason)
         )
+
+
+def _batched(
+    requests: Sequence[GenerateRequest],
+) -> Callable[[Engine], Awaitable[list[Generation | BadAnswer]]]:
+    """Function that sends ``requests`` to an engine in one call."""
+
+    async def ask(engine: Engine) -> list[Generation | BadAnswer]:
+        # All engines of a run are of one class.
+        assert isinstance(engine, BatchedEngine)
+        return await engine.generate_all(requests)
+
+    return ask

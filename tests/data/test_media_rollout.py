@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stored(model: Path, tmp_path: Path) -> Iterator[Stored]:
     named: list[tuple[int, list[str]]] = []
 
-    def name_media(ticket: int, ids: list[str]) -> Future[bool]:
+    def register_media(ticket: int, ids: list[str]) -> Future[bool]:
         named.append((ticket, ids))
         answer: Future[bool] = Future()
         answer.set_result(True)
@@ -76,7 +76,7 @@ def stored(model: Path, tmp_path: Path) -> Iterator[Stored]:
 
     store = MediaStore(tmp_path / "media", durable=False)
     client: Any = SimpleNamespace(
-        config=Config(), media=store, tickets=SimpleNamespace(name_media=name_media)
+        config=Config(), media=store, tickets=SimpleNamespace(register_media=register_media)
     )
     with asyncio.Runner() as runner:
         media = PromptMedia(client, model, tmp_path / "evaluations")
@@ -106,7 +106,7 @@ def test_an_engine_finds_media_of_a_ticket_that_is_another_s_by_now(
 ) -> None:
     refused: Future[bool] = Future()
     refused.set_result(False)
-    monkeypatch.setattr(stored.media._client.tickets, "name_media", lambda *_: refused)
+    monkeypatch.setattr(stored.media._client.tickets, "register_media", lambda *_: refused)
     (medium,) = stored.of_ticket(PROMPT).media
     assert medium.blob and medium.blob.exists()
 
@@ -156,7 +156,7 @@ def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stor
     ahead, size = stored.media._ahead, 64 * 64 * 3
 
     async def expect(*numbers: int, most: int = 1_000_000) -> None:
-        ahead.most_bytes = most
+        ahead.max_bytes = most
         stored.media.expect(prompts[number] for number in numbers)
         async with asyncio.timeout(60):
             while ahead.bytes < min(len(numbers) * size, most) or ahead._working:

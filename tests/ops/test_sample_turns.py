@@ -184,7 +184,7 @@ def test_an_evaluation_is_of_turns_too(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples" / "a.jsonl.gz", SamplesConfig(), steps=1)
     made = Generation(TOKENIZER.encode(RESPONSE), [0.0] * len(RESPONSE), VERSIONS, "env_done")
     prompt = Prompt("p", tuple(TOKENIZER.encode("which?")), "which?", "seven")
-    SampleKeeper(log, Config(), TOKENIZER).evaluated("held", NEW, [(prompt, made, Score(1.0))])
+    SampleKeeper(log, Config(), TOKENIZER).put_evaluated("held", NEW, [(prompt, made, Score(1.0))])
     log.close()
     (found,) = whole(read_samples(tmp_path / "samples"))
     assert [turn["text"] for turn in found["turns"]] == [text for text, _ in SAID]

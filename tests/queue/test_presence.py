@@ -189,10 +189,10 @@ def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:
     replica = Replica.__new__(Replica)
     replica.rollout, replica.number, replica.engine = rollout, 1, Engine()
     replica.config = SimpleNamespace(colocate=True)
-    asyncio.run(replica.begin())
+    asyncio.run(replica.start_in_turn())
     assert told == [(FOR_TURN, True), ("take_turn", False), ("loading weights", False), ("", False)]
-    rollout.tell("engine 0", FOR_TURN)
-    rollout.tell("engine 1", "loading weights")
+    rollout.set_phase("engine 0", FOR_TURN)
+    rollout.set_phase("engine 1", "loading weights")
     assert told[-1] == ("loading weights", False)
 
 

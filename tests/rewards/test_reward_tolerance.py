@@ -13,7 +13,7 @@ from relax_hpc.config.schema import EvalConfig
 from relax_hpc.rewards import Score
 from relax_hpc.rewards.composed import Weighted
 from relax_hpc.rewards.tolerance import reaches
-from relax_hpc.rollout.evaluation import Tally
+from relax_hpc.rollout.evaluation import EvaluationResults
 from relax_hpc.rollout.filters import rewards_differ
 
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=2, max_size=12)
@@ -59,7 +59,7 @@ def test_the_filter_of_equal_rewards(rewards: list[float], differ: bool) -> None
 @given(WEIGHTS)
 def test_a_perfect_response_passes_whatever_the_weights(weights: list[float]) -> None:
     shares = [weight / sum(weights) for weight in weights]
-    tally = Tally(EvalConfig(pass_at=[1]))
+    tally = EvaluationResults(EvalConfig(pass_at=[1]))
     tally.add([Score(weighted_total(shares, [1.0] * len(shares)))])
     assert dict(tally.values("set"))["eval/set/pass@1"] == 1.0
     assert reaches(sum(shares), 1.0) and not reaches(0.9999, 1.0)

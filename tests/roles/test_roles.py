@@ -27,7 +27,7 @@ from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.board import Board
 from relax_hpc.roles.event_loop import first_error
 from relax_hpc.rollout.engine_activity import Activity
-from relax_hpc.rollout.outcomes import Failure, generated
+from relax_hpc.rollout.outcomes import Failure, generated_metrics
 from tests.requirements import requires
 
 
@@ -157,7 +157,7 @@ def test_the_mean_of_all_that_was_generated_stands_beside_that_of_what_was_kept(
         Failure("filtered", "", (1.0, 1.0)),
     )
     for groups in ([kept, dropped], [Failure("timeout", ""), dropped]):
-        hub.report("rollout", 0, generated(groups), {})
+        hub.report("rollout", 0, generated_metrics(groups), {})
         hub.report("rollout", 0, {COMPONENT_SUM + "form": 1.5, COMPONENT_COUNT + "form": 2.0}, {})
     for step in range(2):
         hub.report("actor", step, {"reward/mean": 0.5}, {})
@@ -203,7 +203,7 @@ def test_an_engine_waits_for_environments_while_all_its_episodes_are_with_them(
     with activity.playing(), activity.playing():
         with activity("generate", 3):
             pass
-        activity.because([("hub", "other", 1.0)])
+        activity.set_wait_causes([("hub", "other", 1.0)])
     spans.close()
     lines = [
         json.loads(line)

@@ -33,8 +33,8 @@ from relax_hpc.rollout.engines.engine import (
     Sampling,
 )
 from relax_hpc.rollout.episodes.play import play
-from relax_hpc.rollout.outcomes import Failure, generated
-from relax_hpc.rollout.samples import group_rows, leave_older_out, reward_input
+from relax_hpc.rollout.outcomes import Failure, generated_metrics
+from relax_hpc.rollout.samples import group_rows, mask_older_tokens, reward_input
 from relax_hpc.tasks import Task
 from tests.helpers.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.requirements import requires
@@ -316,7 +316,7 @@ def test_what_nobody_sampled_has_no_version_and_no_length(
     tally = StepTally()
     tally.add([row])
     assert tally.lengths == [len(drawn)]
-    leave_older_out(row)
+    mask_older_tokens(row)
     assert row["loss_mask"].tolist() == [0] * prompt + [
         int(bool(drawn) and number == drawn[-1]) for number in numbers
     ]
@@ -459,4 +459,4 @@ def test_an_episode_becomes_rows_with_one_reward() -> None:
     assert isinstance(failure, Failure) and failure.rewards == (1.0, 0.5), (
         "a filter sees each reward once"
     )
-    assert generated([rows, failure]) == {GENERATED: 4.0, GENERATED_SUM: 3.0}
+    assert generated_metrics([rows, failure]) == {GENERATED: 4.0, GENERATED_SUM: 3.0}

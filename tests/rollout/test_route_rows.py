@@ -21,9 +21,9 @@ from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.prefetch import Window
 from relax_hpc.roles.route_watch import RouteWatch
 from relax_hpc.roles.step_report import StepResult, StepTally, policy_values
-from relax_hpc.rollout.attempt import Attempt, answer_of
+from relax_hpc.rollout.attempt import Attempt, read_logged_episode
 from relax_hpc.rollout.engines.engine import Draft, Generation
-from relax_hpc.rollout.group_rewards import Judge
+from relax_hpc.rollout.group_rewards import GroupRewards
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.rollout.samples import rows_of as rows_of_answers
 from relax_hpc.training.models.batches import collate_parts
@@ -72,18 +72,20 @@ def test_of_a_log_each_token_has_its_first_route() -> None:
     draft = attempt.drafts[0]
     draft.before = whole.before
     draft.add([5, 5], [-0.5] * 2, [3, 3], {NAME: whole.extras[NAME][:2]})
-    (first,) = attempt.news(True, 9)
+    (first,) = attempt.new_segments(True, 9)
     assert np.array_equal(first[NAME], np.concatenate([whole.before[NAME], whole.extras[NAME][:2]]))
-    attempt.appended([first], False)
+    attempt.note_appended([first], False)
     draft.add([5], [-0.5], [3], {NAME: whole.extras[NAME][2:3]})
-    (second,) = attempt.news(True, 9)
-    attempt.appended([second], False)
+    (second,) = attempt.new_segments(True, 9)
+    attempt.note_appended([second], False)
     assert second[START] == 2 and len(second[NAME]) == 1 and second["prompt_len"] == 0
     draft.ended = whole
-    (last,) = attempt.news(True, 9)
+    (last,) = attempt.new_segments(True, 9)
     row = join_segment(join_segment(first, second), last)
     assert SHAPE.find_fault(row) == "" and np.array_equal(row[NAME][3:], whole.extras[NAME])
-    again = Attempt(4, 0, PROMPT, 1, {0: answer_of([join_segment(first, second)], PROMPT)})
+    again = Attempt(
+        4, 0, PROMPT, 1, {0: read_logged_episode([join_segment(first, second)], PROMPT)}
+    )
     asked = again.request(0, None, 9).draft
     assert np.array_equal(asked.before[NAME], whole.before[NAME]) and len(asked.extras[NAME]) == 3
 
@@ -148,7 +150,7 @@ def test_a_prompt_group_without_good_routes_is_none(bad: Generation, says: str) 
         def decode(self, ids: list[int]) -> str:
             return " ".join(map(str, ids))
 
-    judging = Judge(config, Words(), lambda *_: None, routes=SHAPE)
+    judging = GroupRewards(config, Words(), lambda *_: None, routes=SHAPE)
     good = asyncio.run(judging.rows(PROMPT, 4, [answer(), answer()]))
     assert len(good) == 2 and all(SHAPE.find_fault(row) == "" for row in good)
     failure = asyncio.run(judging.rows(PROMPT, 4, [answer(), bad]))

@@ -121,7 +121,7 @@ def test_a_folder_that_is_none_ends_nothing(
     for _ in range(3):
         log.keep([{"id": "0", "components": {"odd": {1}, (1, 2): 3}}], step=9)
     log.close()
-    assert log.take_skipped() == 3 and capsys.readouterr().err.count("samples are not kept") == 1
+    assert log.take_skipped() == 3 and capsys.readouterr().err.count("samples are not stored") == 1
 
 
 @pytest.mark.parametrize(("per_step", "groups"), [(0, 0), (1, 1), (8, 1), (9, 2), (10_000, 32)])

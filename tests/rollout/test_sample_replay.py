@@ -118,7 +118,7 @@ async def keep(run: RunDir, config: Config, evaluates: bool = False) -> None:
         keeper.put([row | {"reward": 0.5} for row in rows_of(prompt, TICKET, episodes)], "shard")
         prompt = open_evals(run, config, tokenizer)["held"][2]
         answers = await play(prompt, 0) if evaluates else []
-        keeper.evaluated("held", Version(1, 4), [(prompt, one, Score(1.0)) for one in answers])
+        keeper.put_evaluated("held", Version(1, 4), [(prompt, one, Score(1.0)) for one in answers])
     finally:
         await player.close()
         await media.close()

@@ -104,7 +104,7 @@ def test_components_of_rewards_are_counted_and_known_of_samples(
     monkeypatch.setattr(group_rewards, "make_rewards", lambda *about: InThread(own_reward, 60.0))
     config, reported = Config(prompts_per_step=2), list[tuple[int, dict[str, float]]]()
     config.rollout.filter = "rewards_differ"
-    judging = group_rewards.Judge(
+    judging = group_rewards.GroupRewards(
         config, Words(), lambda *what: reported.append(what), lambda ticket: ticket == 4
     )
 
@@ -126,8 +126,8 @@ def test_components_of_rewards_are_counted_and_known_of_samples(
         )
         for step, total, count in sums
     ]
-    about = judging.about([*rows, *others])
-    assert list(about) == [row["row_id"] for row in rows] and judging.about(rows) == {}
+    about = judging.take_details([*rows, *others])
+    assert list(about) == [row["row_id"] for row in rows] and judging.take_details(rows) == {}
     assert about[rows[0]["row_id"]] == {
         "answer": "2",
         "components": {"a name/of it": 1.0, "good": 1.0},

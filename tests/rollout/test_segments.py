@@ -18,7 +18,7 @@ from relax_hpc.data.prompts import Prompt
 from relax_hpc.queue.client.segments import START, UNFINISHED, join_segment, summarize_logs
 from relax_hpc.queue.controller.state.segments import Log, Segments
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.rollout.attempt import Attempt, answer_of
+from relax_hpc.rollout.attempt import Attempt, read_logged_episode
 from relax_hpc.rollout.engines.engine import Episode, EpisodeRow, Generation
 from tests.effort import effort
 
@@ -53,7 +53,7 @@ class LogMachine(RuleBasedStateMachine):
         for number in self.logs.logs[holder].shards:
             for k, segment in self.files[number].items():
                 found[k] = join_segment(found[k], segment) if k in found else segment
-        return {k: answer_of([row], PROMPT) for k, row in found.items()}
+        return {k: read_logged_episode([row], PROMPT) for k, row in found.items()}
 
     def store(self, segments: Sequence[Row], number: int) -> tuple[int, Any]:
         """Write a shard; its number, and what the queue is told."""
@@ -87,7 +87,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule(ticket=tickets, unfinished_too=st.booleans(), answered=st.booleans())
     def append(self, ticket: int, unfinished_too: bool, answered: bool) -> None:
         attempt = self.work[ticket]
-        if not (segments := attempt.news(unfinished_too, BUDGET)):
+        if not (segments := attempt.new_segments(unfinished_too, BUDGET)):
             return
         number, growth = self.store(segments, attempt.number)
         log = self.logs.logs.get(ticket, Log(ticket, attempt.number))
@@ -101,7 +101,7 @@ class LogMachine(RuleBasedStateMachine):
         )
         self.logs.append(number, growth, False)
         if answered:
-            attempt.appended(segments, False)
+            attempt.note_appended(segments, False)
         self.known[ticket] = self.read(ticket)
         for k, draft in enumerate(attempt.drafts):
             made = self.known[ticket].get(k)
@@ -122,7 +122,7 @@ class LogMachine(RuleBasedStateMachine):
         self.work[ticket] = again = self.begin(ticket)
         kept = self.known.get(ticket, {})
         assert again.tokens == sum(np.count_nonzero(made.token_versions) for made in kept.values())
-        assert not again.news(True, BUDGET), "what the queue has is not appended again"
+        assert not again.new_segments(True, BUDGET), "what the queue has is not appended again"
 
     @rule(ticket=tickets)
     def fail(self, ticket: int) -> None:
@@ -151,7 +151,7 @@ class LogMachine(RuleBasedStateMachine):
         for draft in attempt.drafts:
             draft.ended = Generation([self.drawn], [-1.0], np.array([1], np.int32), "length")
             self.drawn += 1
-        number, growth = self.store(attempt.news(False, BUDGET), attempt.number)
+        number, growth = self.store(attempt.new_segments(False, BUDGET), attempt.number)
         if refused:
             self.logs.refuse(growth, "no_room")
         else:
@@ -215,10 +215,10 @@ def test_a_segment_goes_on_where_its_row_ends(segments, fits):
 def test_a_segment_holds_what_is_new_and_the_first_the_prompt():
     attempt = Attempt(4, 2, PROMPT, 1)
     attempt.drafts[0].add([1, 2], [-1.0, -2.0], [5, 5])
-    (first,) = attempt.news(True, BUDGET)
-    attempt.appended([first], False)
+    (first,) = attempt.new_segments(True, BUDGET)
+    attempt.note_appended([first], False)
     attempt.drafts[0].add([3], [0.0], [0])
-    (second,) = attempt.news(True, BUDGET)
+    (second,) = attempt.new_segments(True, BUDGET)
     assert first["token_ids"].tolist() == [7, 8, 9, 1, 2] and (
         first["prompt_len"],
         first[START],
@@ -230,15 +230,15 @@ def test_a_segment_holds_what_is_new_and_the_first_the_prompt():
     )
     assert join_segment(first, second)["token_ids"].tolist() == [7, 8, 9, 1, 2, 3]
     attempt.drafts[0].add([4], [-1.0], [5])
-    (both,) = attempt.news(True, BUDGET)
+    (both,) = attempt.new_segments(True, BUDGET)
     again = join_segment(join_segment(first, second), both)
     assert again["token_ids"].tolist() == [7, 8, 9, 1, 2, 3, 4], (
         "the answer to the second one was lost"
     )
-    assert attempt.news(False, BUDGET) == []
-    attempt.appended([second], True)
+    assert attempt.new_segments(False, BUDGET) == []
+    attempt.note_appended([second], True)
     attempt.drafts[0].add([4], [-1.0], [5])
-    assert attempt.news(True, BUDGET) == [], "the queue wants no more"
+    assert attempt.new_segments(True, BUDGET) == [], "the queue wants no more"
 
 
 def test_an_episode_of_several_rows_is_appended_when_it_has_ended_and_comes_back():
@@ -250,21 +250,23 @@ def test_an_episode_of_several_rows_is_appended_when_it_has_ended_and_comes_back
         EpisodeRow((7, 3), Generation([4], [-2.0], np.array([6], np.int32), "stop")),
     ]
     attempt.drafts[1].ended = Episode(rows)
-    segments = attempt.news(True, 1)
+    segments = attempt.new_segments(True, 1)
     assert attempt.tokens == 2, "those that were sampled"
     (growth,) = summarize_logs(segments, {4: 0})
     assert growth["segments"] == [[1, 0, 0, 2, 1], [1, 1, 0, 1, 1]] and growth["versions"] == [5, 6]
-    attempt.appended(segments, False)
-    assert attempt.news(True, 1) == []
-    again = Attempt(4, 0, PROMPT, 2, {1: answer_of(segments, PROMPT)})
-    assert again.request(1, None, 9) is None and again.news(True, 1) == [] and not again.whole
+    attempt.note_appended(segments, False)
+    assert attempt.new_segments(True, 1) == []
+    again = Attempt(4, 0, PROMPT, 2, {1: read_logged_episode(segments, PROMPT)})
+    assert (
+        again.request(1, None, 9) is None and again.new_segments(True, 1) == [] and not again.whole
+    )
     for found, row in zip(again.drafts[1].ended.rows, rows, strict=True):
         assert (tuple(found.prompt), vars_of(found.generation)[:2]) == (
             row.prompt,
             vars_of(row.generation)[:2],
         )
         assert found.generation.token_versions.tolist() == row.generation.token_versions.tolist()
-    assert answer_of(segments, Prompt("p", (7, 8), "text", "answer")) is None
+    assert read_logged_episode(segments, Prompt("p", (7, 8), "text", "answer")) is None
 
 
 def test_what_an_engine_gives_beside_the_tokens_is_in_the_log(monkeypatch):
@@ -277,18 +279,18 @@ def test_what_an_engine_gives_beside_the_tokens_is_in_the_log(monkeypatch):
     )
     attempt, routes = Attempt(4, 0, PROMPT, 1), np.array([[1, 2], [3, 4]], np.uint8)
     attempt.drafts[0].add([1], [-1.0], [5])
-    assert attempt.news(True, BUDGET) == []
+    assert attempt.new_segments(True, BUDGET) == []
     attempt.drafts[0].extras["routes"] = [routes[0]]
-    (part,) = attempt.news(True, BUDGET)
-    again = Attempt(4, 0, PROMPT, 1, {0: answer_of([part], PROMPT)})
+    (part,) = attempt.new_segments(True, BUDGET)
+    again = Attempt(4, 0, PROMPT, 1, {0: read_logged_episode([part], PROMPT)})
     again.drafts[0].add([2], [-2.0], [5], {"routes": routes[1:]})
-    (rest,) = again.news(True, BUDGET)
-    whole = answer_of([join_segment(part, rest)], PROMPT)
+    (rest,) = again.new_segments(True, BUDGET)
+    whole = read_logged_episode([join_segment(part, rest)], PROMPT)
     assert whole.extras["routes"].tolist() == routes.tolist() and rest["routes"].tolist() == [
         [3, 4]
     ]
     attempt.drafts[0].ended = Generation(
         [1, 2], [-1.0, -2.0], np.array([5, 5], np.int32), "stop", {"routes": routes}
     )
-    found = answer_of(attempt.news(True, BUDGET), PROMPT)
+    found = read_logged_episode(attempt.new_segments(True, BUDGET), PROMPT)
     assert found.extras["routes"].tolist() == routes.tolist() and found.finish_reason == "stop"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from relax_hpc.base.routes import NAME, RouteShape
-from relax_hpc.rollout.attempt import Attempt, answer_of
+from relax_hpc.rollout.attempt import Attempt, read_logged_episode
 from relax_hpc.rollout.engines.engine import Episode, GenerateRequest, Generation
 from relax_hpc.rollout.engines.sglang.stream import StreamedResponse
 from relax_hpc.rollout.samples import group_rows
@@ -95,7 +95,9 @@ def test_each_token_has_the_route_of_who_first_read_it(kind: type, unfinished_to
         assert (np.flatnonzero(np.diff(numbers(row))) + 1).tolist() == ends(row)
     assert len({str(log) for log in logs}) > 3
     for found in filter(None, logs):
-        again = Attempt(3, 1, prompt_of(), 1, {0: answer_of(found, prompt_of())}, in_turns=True)
+        again = Attempt(
+            3, 1, prompt_of(), 1, {0: read_logged_episode(found, prompt_of())}, in_turns=True
+        )
         kept = {row["row"]: numbers(row) for row in found}
         for row in group_rows(prompt_of(), 3, [played(kind, again, Reading(LATER))], [0.0]):
             assert SHAPE.find_fault(row) == ""

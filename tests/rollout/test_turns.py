@@ -31,7 +31,7 @@ from relax_hpc.environments.base import (
 from relax_hpc.queue.client.segments import START, join_segment
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.rewards.environment_reward import environment
-from relax_hpc.rollout.attempt import Attempt, answer_of
+from relax_hpc.rollout.attempt import Attempt, read_logged_episode
 from relax_hpc.rollout.engines.engine import CUT_REASONS, BadAnswer, Episode, Generation
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.play import Repeat
@@ -419,13 +419,13 @@ class Log:
         self.rows, self.again = dict[int, Row](), again
 
     def append(self, attempt: Attempt, unfinished_too: bool) -> None:
-        segments = attempt.news(unfinished_too, BUDGET)
+        segments = attempt.new_segments(unfinished_too, BUDGET)
         for one in segments:
             number, known = one["row"], self.rows.get(one["row"])
             end = len(known["token_ids"]) - known["prompt_len"] if known else 0
             assert one[START] == max(0, end - self.again), "nothing twice"
             self.rows[number] = join_segment(known, one) if known else one
-        attempt.appended(segments, False)
+        attempt.note_appended(segments, False)
 
     def copy(self) -> list[Row]:
         return [dict(row) for _, row in sorted(self.rows.items())]
@@ -463,9 +463,9 @@ def test_an_episode_goes_on_from_any_of_its_logs(kind, unfinished_too: bool) -> 
     whole, logs, drawn = logs_of(kind, unfinished_too)
     assert len({str(log) for log in logs}) > (10 if unfinished_too else 3)
     for log in logs:
-        made = answer_of(log, prompt_of()) if log else None
+        made = read_logged_episode(log, prompt_of()) if log else None
         attempt = Attempt(3, 1, prompt_of(), 1, {0: made} if made else {}, in_turns=True)
-        assert attempt.news(True, BUDGET) == [], "what the log has is not appended again"
+        assert attempt.new_segments(True, BUDGET) == [], "what the log has is not appended again"
         history = attempt.drafts[0]
         if history.ended:
             assert same(history.ended, whole)
@@ -507,11 +507,13 @@ def test_an_environment_that_changes_its_mind_has_its_episode_begun_again(kind) 
     kind.times = 0
     _, logs, _ = logs_of(kind, True)
     log = logs[-2]
-    attempt = Attempt(3, 1, prompt_of(), 1, {0: answer_of(log, prompt_of())}, in_turns=True)
+    attempt = Attempt(
+        3, 1, prompt_of(), 1, {0: read_logged_episode(log, prompt_of())}, in_turns=True
+    )
     made, _, faults = played(kind, attempt.drafts[0])
     assert [fault.reason for fault in faults] == ["environment_differs"]
     assert isinstance(made, Episode) and made.finish_reason == "env_done" and kind.times == 3
-    assert attempt.whole and attempt.news(True, BUDGET) == [], "the log has another episode"
+    assert attempt.whole and attempt.new_segments(True, BUDGET) == [], "the log has another episode"
 
 
 class Broken(Counting):

@@ -15,7 +15,7 @@ from relax_hpc.base.metrics.read import read_metrics
 from relax_hpc.config.schema import EvalConfig, TinyModelConfig
 from relax_hpc.queue.inspect.audit import audit, read_events
 from relax_hpc.rewards import RewardError, Score
-from relax_hpc.rollout.evaluation import Tally, pass_at
+from relax_hpc.rollout.evaluation import EvaluationResults, pass_at
 from relax_hpc.rollout.sample_log import read_samples
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.helpers.run_helpers import LIGHT, SMALL, merged, running, trained_steps
@@ -47,7 +47,7 @@ def test_pass_at_k_of_the_paper() -> None:
 
 
 def test_what_has_no_reward_counts_for_nothing() -> None:
-    tally = Tally(
+    tally = EvaluationResults(
         EvalConfig(responses=3, temperature=1.0, pass_at=[1, 2, 3], pass_reward=0.5, reward="f1")
     )
     tally.add([Score(1.0), Score(0.5), Score(0.0)])
@@ -63,7 +63,7 @@ def test_what_has_no_reward_counts_for_nothing() -> None:
         }
     )
     assert tally.failed == {"reward_timeout": 1, "http_error": 3}
-    assert dict(Tally(EvalConfig()).values("set")) == {}, "nobody can say"
+    assert dict(EvaluationResults(EvalConfig()).values("set")) == {}, "nobody can say"
 
 
 def test_a_run_with_composed_rewards_and_evaluations_of_several_responses(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_log_that_cannot_be_used_is_drawn_anew_and_counted(world, capsys):  # 
         for ticket, prompt in ((0, source.prompt(0, 0)), (1, source.prompt(3, 0))):
             attempt = Attempt(ticket, 0, prompt, 2)
             attempt.drafts[1].add([5, 6], [-1.0, -1.0], [V0.encode()] * 2)
-            assert append_segments(client, attempt.news(True, 8), {ticket: 0}) == {}
+            assert append_segments(client, attempt.new_segments(True, 8), {ticket: 0}) == {}
     first = min(world.run.shards.glob("*.shard"))
     first.write_bytes(first.read_bytes()[:-8])
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
@@ -203,8 +203,8 @@ def test_a_log_that_cannot_be_used_is_drawn_anew_and_counted(world, capsys):  # 
     assert admitted.tickets == [0, 1, 2, 3] and state.progress.finished()
     assert state.segments.counts() == {"appended": 4, "used": 0, "held": 0, "lost/unusable": 4}
     assert (
-        f"ticket 0 is generated anew: {first}" in said
-        and "ticket 1 is generated anew: its prompt" in said
+        f"ticket 0 is generated again: {first}" in said
+        and "ticket 1 is generated again: its prompt" in said
     )
 
 

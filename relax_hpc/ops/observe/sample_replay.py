@@ -23,7 +23,7 @@ from relax_hpc.rollout.episodes.history import OpenRow
 from relax_hpc.rollout.episodes.recorded_episode import Differs
 from relax_hpc.rollout.episodes.recording import open_row
 from relax_hpc.rollout.episodes.replay import replay
-from relax_hpc.rollout.readable_rows import last_words
+from relax_hpc.rollout.readable_rows import reported_outcome
 from relax_hpc.rollout.sample_log import CUT_SHORT, Sample, read_samples
 from relax_hpc.rollout.samples import PromptSource, draw_key
 from relax_hpc.tasks.files import open_evals, open_train
@@ -129,7 +129,7 @@ def differences(found: Kept, again: Episode) -> Iterator[str]:
         yield "its tokens are others"
     if (now := again.finish_reason) != (then := found.first["finish_reason"]):
         yield f"it ended by {then}, and by {now} now"
-    then, now = found.first.get("environment", {}), last_words(again.outcome or {})
+    then, now = found.first.get("environment", {}), reported_outcome(again.outcome or {})
     for what in sorted(then.keys() | now.keys()) if CUT_SHORT not in then else ():
         if then.get(what) != now.get(what):
             yield f"{what}: {then.get(what)} then, {now.get(what)} now"
