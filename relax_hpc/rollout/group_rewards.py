@@ -146,7 +146,8 @@ class GroupRewards:
                 response_prompts.append(prompt)
                 responses.append(answer)
         inputs = await self._inputs(response_prompts, responses)
-        scored = iter(await asyncio.gather(*(self.eval_rewards.score([sample]) for sample in inputs)))
+        scoring = [self.eval_rewards.score([sample]) for sample in inputs]
+        scored = iter(await asyncio.gather(*scoring))
         values: list[Score | RewardError] = []
         for answer in answers:
             if isinstance(answer, EngineFault):

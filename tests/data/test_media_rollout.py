@@ -182,7 +182,7 @@ def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stor
             stored.media.expect(expected)
 
     stored.runner.run(give_up())
-    assert not ahead.bytes and not ahead._begun
+    assert not ahead.bytes and not ahead._started
 
 
 def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
