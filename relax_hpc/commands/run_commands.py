@@ -151,7 +151,7 @@ def _logs(given: dict[str, Any]) -> int:
     from relax_hpc.ops.observe import logs
 
     run, follow = given.pop("run"), given.pop("follow", False)
-    return logs.main(run, logs.WantedLogs(**given), follow)
+    return logs.main(run, logs.LogFilter(**given), follow)
 
 
 def _list_arguments(parser: ArgumentParser) -> None:

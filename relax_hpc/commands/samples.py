@@ -54,10 +54,10 @@ def _samples(given: dict[str, Any]) -> int:
     limit = given.get("limit", sample_view.PAGE_LIMIT if html else sample_view.LIMIT)
     if limit < 0:
         raise ConfigError(f"{COMMAND_LINE}: --limit: found {limit}, allowed: at least 0")
-    wanted = sample_view.Wanted(
+    selection = sample_view.SampleFilter(
         step=given.get("step"),
         # A page has them all, and a choice.
-        of=given.get("eval", None if html else ""),
+        eval_set=given.get("eval", None if html else ""),
         reason=given.get("reason", ""),
         order=next((name for name in ("best", "worst") if given.get(name)), "newest"),
         limit=limit,
@@ -65,7 +65,7 @@ def _samples(given: dict[str, Any]) -> int:
     )
     # A replay, above, does what the configuration of the run says.
     with refuse_imports():
-        return sample_view.main(given["run"], wanted, given.get("json", False), html)
+        return sample_view.main(given["run"], selection, given.get("json", False), html)
 
 
 SAMPLES = Command(

@@ -26,8 +26,8 @@ from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.ops.observe.sample_page import page
-from relax_hpc.ops.observe.sample_reading import whole
+from relax_hpc.ops.observe.sample_page import render_page
+from relax_hpc.ops.observe.sample_reading import valid_samples
 from relax_hpc.ops.observe.sample_text import lines
 from relax_hpc.queue.storage.media import BadMedia, MediaStore, check_media
 from relax_hpc.roles.media_reader import MediaReader
@@ -209,16 +209,16 @@ def test_people_see_small_pictures_of_what_a_sample_is_about(stored: Stored, mod
     keeper = SampleKeeper(log, config, load_tokenizer(model), stored.store.folder)
     last = config.prompts_per_step - 1
     keeper.put([row | {"reward": 1.0} for row in rows_of(prompt, last, {0: answer(9, 2)})], "shard")
-    (sample,) = whole(kept)
+    (sample,) = valid_samples(kept)
     (medium,) = sample["media"]
     assert medium["about"] == "64 x 64"
     picture = Image.open(io.BytesIO(base64.b64decode(medium["picture"].partition(",")[2])))
     assert picture.format == "JPEG" and picture.size == (64, 64)
     assert "image    64 x 64" in list(lines(sample | {"fate": "trained"}, 80, lambda text, _: text))
-    text = page({"run": "r", "left_out": ""}, [sample])
+    text = render_page({"run": "r", "left_out": ""}, [sample])
     assert medium["picture"] in text and "img-src data:" in text
     # A run directory is its user's: what is no medium is left out.
-    assert "media" not in next(whole([sample | {"media": ["x", {"kind": 1}]}]))
+    assert "media" not in next(valid_samples([sample | {"media": ["x", {"kind": 1}]}]))
 
 
 def test_a_long_video_and_a_sound_have_a_line_too() -> None:

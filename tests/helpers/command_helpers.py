@@ -36,7 +36,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(resubmit, name, value)
     monkeypatch.setattr(stop, "_LOOK_S", 0.02)
     monkeypatch.setattr(stop, "_MARGIN_S", 2.0)
-    monkeypatch.setattr(logs, "_LOOK_S", 0.01)
+    monkeypatch.setattr(logs, "_POLL_S", 0.01)
     monkeypatch.setattr(logs, "_QUIET_S", 0.1)
 
 

@@ -170,7 +170,7 @@ def test_logs(tmp_path: Path, capsys: Any) -> None:
     assert capsys.readouterr().out == "rollout-rank-1 old 1\nrollout-rank-1 old 2\n"
     assert (
         main([*of_run, "--group", "actor"]) == EXIT_CONFIG
-        and "no log of what" in capsys.readouterr().err
+        and "no selected log exists" in capsys.readouterr().err
     )
 
 
@@ -208,7 +208,7 @@ def test_a_log_that_leads_out_of_the_run_is_left_out(tmp_path: Path, capsys: Any
     write_json(run.finished, {})
     assert main(["logs", str(run.root), "--follow"]) == 0
     text = capsys.readouterr().out
-    assert "line\n" in text and text.count("left out: ") == 1 and "secret\n" not in text
+    assert "line\n" in text and text.count("skipped: ") == 1 and "secret\n" not in text
 
 
 def test_logs_show_each_line_once_though_files_are_cut(tmp_path: Path, capsys: Any) -> None:
@@ -224,13 +224,13 @@ def test_logs_show_each_line_once_though_files_are_cut(tmp_path: Path, capsys: A
     write("c", "d")
     write("e", "f", cut=False)
     tail = logs.Tail(log, "")
-    assert tail.last(5) == ["b", "c", "d", "e", "f"] and tail.new() == []
+    assert tail.last_lines(5) == ["b", "c", "d", "e", "f"] and tail.new_lines() == []
     write("g")
     write("h")
     write("i", cut=False)
-    assert tail.new() == ["g", "h", "i"] and tail.new() == []
+    assert tail.new_lines() == ["g", "h", "i"] and tail.new_lines() == []
     write("j")
-    assert tail.new() == ["j"], "the file is empty now"
+    assert tail.new_lines() == ["j"], "the file is empty now"
     of_run = ["logs", str(run.root), "--group", "actor"]
     assert main([*of_run, "-n", "3"]) == 0 and capsys.readouterr().out.split() == ["h", "i", "j"]
 

@@ -290,7 +290,7 @@ def test_an_empty_run_and_one_without_steps(tmp_path: Path) -> None:
     )
     assert list(lines(found))[:2] == [
         f"{run.root}: not finished, no step in 0.0s",
-        "note: no role has written a span yet; look again once the run has started",
+        "note: no role has written a span yet; run the report again after the first step",
     ]
     incarnation(run, "actor", 0, [], 30)
     found = report(run)

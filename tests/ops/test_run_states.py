@@ -15,7 +15,7 @@ from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.supervise import requests
 from relax_hpc.commands.program import main
 from relax_hpc.ops.observe import run_state
-from relax_hpc.ops.observe.run_state import OVER, RunSigns, exit_code, state_of
+from relax_hpc.ops.observe.run_state import FINAL_STATES, RunSigns, decide_state, exit_code
 from tests.helpers.command_helpers import begin, make_run
 from tests.helpers.fake_slurm import FakeSlurm
 
@@ -56,7 +56,7 @@ TABLE = [
 @pytest.mark.parametrize(("seen_signs", "state", "code"), TABLE)
 def test_the_table_of_states(seen_signs: dict[str, Any], state: str, code: int) -> None:
     signs = RunSigns(**seen_signs)
-    assert (state_of(signs), exit_code(state, signs.stop)) == (state, code)
+    assert (decide_state(signs), exit_code(state, signs.stop)) == (state, code)
 
 
 SIGNS = st.builds(
@@ -72,7 +72,7 @@ SIGNS = st.builds(
 
 @given(SIGNS)
 def test_a_run_that_something_continues_has_not_ended(signs: RunSigns) -> None:
-    state = state_of(signs)
+    state = decide_state(signs)
     continues = (
         signs.hub_answers
         or signs.holds_nodes
@@ -80,9 +80,9 @@ def test_a_run_that_something_continues_has_not_ended(signs: RunSigns) -> None:
         or (signs.queued and not signs.stop)
     )
     if continues and not signs.finished:
-        assert state not in OVER and exit_code(state, signs.stop) == 0
+        assert state not in FINAL_STATES and exit_code(state, signs.stop) == 0
     assert (state == "finished") == signs.finished
-    assert state != "running" or signs.works
+    assert state != "running" or signs.is_working
 
 
 # -- the two commands ------------------------------------------------------------------------------

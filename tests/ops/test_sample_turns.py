@@ -15,8 +15,8 @@ from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, SamplesConfig
 from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.ops.observe.sample_page import page
-from relax_hpc.ops.observe.sample_reading import whole
+from relax_hpc.ops.observe.sample_page import render_page
+from relax_hpc.ops.observe.sample_reading import valid_samples
 from relax_hpc.ops.observe.sample_text import lines
 from relax_hpc.queue.row_schema import split_turns
 from relax_hpc.queue.storage.media import MediaStore
@@ -88,7 +88,7 @@ def sample(tmp_path: Path) -> Sample:
     config = Config(prompts_per_step=32)
     SampleKeeper(log, config, TOKENIZER, tmp_path / "media").put([row_of(shown)], "shard")
     log.close()
-    (found,) = whole(read_samples(tmp_path / "samples"))
+    (found,) = valid_samples(read_samples(tmp_path / "samples"))
     return found | {"fate": "trained"}
 
 
@@ -165,7 +165,7 @@ def test_a_browser_shows_turns_and_runs_nothing_of_theirs(sample: Sample, tmp_pa
         "tool_calls": [{"name": evil, "arguments": {"at": [4, evil]}}],
     }
     (tmp_path / "page.html").write_text(
-        page({"run": "r", "left_out": ""}, [sample | {"environment": {"info": evil}}])
+        render_page({"run": "r", "left_out": ""}, [sample | {"environment": {"info": evil}}])
     )
     shown = seen(tmp_path / "page.html")
     article = shown[shown.index("<article>") : shown.index("</article>")]
@@ -186,7 +186,7 @@ def test_an_evaluation_is_of_turns_too(tmp_path: Path) -> None:
     prompt = Prompt("p", tuple(TOKENIZER.encode("which?")), "which?", "seven")
     SampleKeeper(log, Config(), TOKENIZER).put_evaluated("held", NEW, [(prompt, made, Score(1.0))])
     log.close()
-    (found,) = whole(read_samples(tmp_path / "samples"))
+    (found,) = valid_samples(read_samples(tmp_path / "samples"))
     assert [turn["text"] for turn in found["turns"]] == [text for text, _ in SAID]
     assert found["eval"] == "held" and "trained" not in found and "trained" not in found["turns"][0]
 
@@ -225,9 +225,9 @@ def test_turns_that_are_none_are_left_out(sample: Sample) -> None:
         {"by": "policy"},
         sample["turns"][0] | {"media": ["x"], "tool_calls": [{"name": 1}, {"arguments": 2}]},
     ]
-    (found,) = whole([sample | {"turns": odd}])
+    (found,) = valid_samples([sample | {"turns": odd}])
     assert found["turns"] == [sample["turns"][0]]
-    assert "turns" not in next(whole([sample | {"turns": odd[:2]}]))
+    assert "turns" not in next(valid_samples([sample | {"turns": odd[:2]}]))
 
 
 def test_turns_lie_side_by_side() -> None:

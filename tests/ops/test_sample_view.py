@@ -25,7 +25,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.commands.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import SamplesConfig
-from relax_hpc.ops.observe.sample_page import page
+from relax_hpc.ops.observe.sample_page import render_page
 from relax_hpc.rollout.sample_log import SampleLog
 from tests.helpers.browser import needs_browser, seen
 from tests.helpers.queue_helpers import Roles, in_thread, make_run, rows_of, small
@@ -208,7 +208,7 @@ def test_a_damaged_journal_hides_nothing_and_is_said(
     assert main(["samples", str(run.root), "--json", "--limit", "0"]) == EXIT_DONE
     said = capsys.readouterr()
     assert {one["fate"] for one in json.loads(said.out)["samples"]} == {"unknown"}
-    assert said.err.count("\n") == 1 and "what became of the samples is not known" in said.err
+    assert said.err.count("\n") == 1 and "the fates of samples are unknown" in said.err
 
 
 def test_what_others_have_put_there_ends_nothing(
@@ -305,7 +305,7 @@ def test_the_page_holds_its_data_and_nothing_else_that_runs(
     assert main(["samples", str(made), "--html", str(tmp_path / "page.html")]) == EXIT_DONE
     assert "34 episodes" in capsys.readouterr().out
     text = (tmp_path / "page.html").read_text()
-    found, plain = Tags(text), Tags(page({"run": "r", "left_out": ""}, []))
+    found, plain = Tags(text), Tags(render_page({"run": "r", "left_out": ""}, []))
     assert found.tags == plain.tags, "texts of samples make no elements"
     style, data, script = (one for one in found.texts if one.strip())
     samples = json.loads(data)["samples"]

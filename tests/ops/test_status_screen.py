@@ -25,7 +25,7 @@ from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.commands.program import main
 from relax_hpc.ops.observe.report_view import lines as report_lines
 from relax_hpc.ops.observe.status import status
-from relax_hpc.ops.observe.status_view import fitted_lines, lines
+from relax_hpc.ops.observe.status_view import lines, screen_lines
 from tests.helpers.command_helpers import begin, make_run
 from tests.helpers.fake_slurm import FakeSlurm
 
@@ -118,14 +118,14 @@ def assert_cells_under_titles(table: list[str]) -> None:
 @given(width=st.integers(72, 250), height=st.integers(12, 80), count=st.integers(1, 60))
 def test_a_status_fits_every_terminal(width: int, height: int, count: int) -> None:
     groups = {f"rollout-{number}": group() for number in range(count)}
-    frame = fitted_lines(full_status(groups={"hub": group(), **groups}), width, height)
+    frame = screen_lines(full_status(groups={"hub": group(), **groups}), width, height)
     assert_is_readable(frame, width, height)
 
 
 def test_groups_that_do_not_run_come_first_where_not_all_fit() -> None:
     groups = {f"rollout-{number}": group() for number in range(40)}
     groups["rollout-39"] = group("restarting", reason="CUDA error: out of memory")
-    frame = fitted_lines(full_status(groups=groups), 79, 23)
+    frame = screen_lines(full_status(groups=groups), 79, 23)
     row = next(number for number, line in enumerate(frame) if line.startswith("GROUP"))
     assert frame[row + 1].startswith("rollout-39 restarting")
     assert re.fullmatch(r"\d+ more groups", frame[22])
@@ -134,16 +134,16 @@ def test_groups_that_do_not_run_come_first_where_not_all_fit() -> None:
 @pytest.mark.parametrize("rows_left", [0, 1, 2, 3])
 def test_groups_that_are_left_out_are_counted(rows_left: int) -> None:
     run_status = full_status(groups={f"rollout-{number}": group() for number in range(40)})
-    frame = fitted_lines(run_status, 199, 80)
+    frame = screen_lines(run_status, 199, 80)
     titles = next(number for number, line in enumerate(frame) if line.startswith("GROUP"))
-    frame = fitted_lines(run_status, 199, titles + rows_left)[titles:]
+    frame = screen_lines(run_status, 199, titles + rows_left)[titles:]
     assert len(frame) == rows_left
     assert not frame or frame[-1] == f"{41 - max(1, rows_left - 1)} more groups"
 
 
 def test_columns_stand_under_their_titles() -> None:
     run_status = full_status()
-    narrow, wide = fitted_lines(run_status, 79, 23), fitted_lines(run_status, 199, 49)
+    narrow, wide = screen_lines(run_status, 79, 23), screen_lines(run_status, 199, 49)
     for text in (list(lines(run_status)), narrow, wide):
         row = next(number for number, line in enumerate(text) if line.startswith("GROUP"))
         assert_cells_under_titles(text[row : row + 6])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_hpc.ops.observe.status_groups import doing
+from relax_hpc.ops.observe.status_groups import describe_activity
 from relax_hpc.rollout.engines.sglang.phases import STARTING, Phases
 
 
@@ -46,10 +46,10 @@ def test_a_log_that_is_cut_meanwhile_is_read_from_its_new_beginning(tmp_path: Pa
 
 
 def test_of_several_processes_the_longest_piece_is_told() -> None:
-    assert doing([]) == doing([{"progress": 3}]) == ""
+    assert describe_activity([]) == describe_activity([{"progress": 3}]) == ""
     beats = [
         {"doing": "b", "doing_s": 3.4},
         {"doing": "SGLang is loading weights", "doing_s": 75.2},
         {"progress": 1},
     ]
-    assert doing(beats) == "SGLang is loading weights (75 s)"
+    assert describe_activity(beats) == "SGLang is loading weights (75 s)"

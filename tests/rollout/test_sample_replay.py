@@ -21,7 +21,7 @@ from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.ops.observe.sample_replay import find
+from relax_hpc.ops.observe.sample_replay import find_episode
 from relax_hpc.rewards import Score
 from relax_hpc.rollout.agents.gateway.serving import gateway
 from relax_hpc.rollout.engines.engine import BadAnswer, Episode, Sampling
@@ -198,7 +198,7 @@ def test_what_cannot_be_played_again_is_refused(
 
 
 def test_a_damaged_recording_ends_nothing(made: Kept) -> None:
-    (sample, *_) = find(read_samples(made.run.samples), NAME).samples
+    (sample, *_) = find_episode(read_samples(made.run.samples), NAME).samples
     for odd in (
         {"token_ids": [1, "x"]},
         {"turns": 3},
@@ -208,7 +208,7 @@ def test_a_damaged_recording_ends_nothing(made: Kept) -> None:
     ):
         damaged = [sample | {"recording": sample["recording"] | odd}]
         with pytest.raises(ConfigError, match="is damaged"):
-            find(damaged, NAME).rows()
+            find_episode(damaged, NAME).rows()
 
 
 def test_an_agent_is_played_again_at_an_endpoint_of_its_own(
@@ -243,7 +243,7 @@ def test_an_agent_is_played_again_at_an_endpoint_of_its_own(
     )
     assert said.count("\n") == 1
     kept.now_says(says=["a lamp."])
-    assert kept.replayed(capsys) == (EXIT_CONFIG, f"{NAME}: its tokens are others\n")
+    assert kept.replayed(capsys) == (EXIT_CONFIG, f"{NAME}: its tokens differ\n")
 
 
 def test_an_episode_of_another_user_is_not_replayed(

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from relax_hpc.examples.tasks.mixed_media import PARTS
-from relax_hpc.ops.observe.sample_view import Wanted, find
+from relax_hpc.ops.observe.sample_view import SampleFilter, select_samples
 from relax_hpc.queue.storage.media import check_media
 from tests.helpers.audit import audit
 from tests.helpers.run_helpers import (
@@ -76,7 +76,7 @@ def test_a_model_learns_from_images_videos_sounds_and_texts_at_once(tmp_path: Pa
             len(tower) > 20
             and sum(bool((before[name] != after[name]).any()) for name in tower) > len(tower) * 0.9
         )
-    samples = find(live.run, Wanted(of=None, limit=0)).samples
+    samples = select_samples(live.run, SampleFilter(eval_set=None, limit=0)).samples
     shown = [medium for one in samples for medium in one.get("media", ())]
     assert {medium["kind"] for medium in shown} == PLACEHOLDERS.keys()
     assert all(medium["picture"].startswith("data:image/jpeg;base64,") for medium in shown)

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from relax_hpc.base.metrics.tags import TAG_GROUPS, find_declared_tag, tensorboard_tag
 from relax_hpc.cluster.sandbox.processes import alive, command_line, until_gone
-from relax_hpc.ops.observe.sample_view import Wanted, find
+from relax_hpc.ops.observe.sample_view import SampleFilter, select_samples
 from relax_hpc.training.weights.node_cache import staging_root
 from tests.helpers.audit import audit
 from tests.helpers.run_helpers import Running, queue_state, read_metrics, running, trained_steps
@@ -136,7 +136,7 @@ def assert_metrics_are_whole(live: Running) -> None:
 def assert_what_was_written_is_kept(live: Running) -> None:
     """Of every step and evaluation, by both lives of the rollout, each sample with what became of
     it."""
-    trained = find(live.run, Wanted(limit=0))
+    trained = select_samples(live.run, SampleFilter(limit=0))
     each = Counter(one["step"] for one in trained.samples)
     # A killed writer may have put rows that it had not written down.
     assert (
@@ -149,7 +149,7 @@ def assert_what_was_written_is_kept(live: Running) -> None:
         one["reward"] == 1.0 and one["response"] == "".join(sorted(one["prompt"][:4]))
         for one in trained.samples
     )
-    held_out = find(live.run, Wanted(of="heldout_prompts", limit=0))
+    held_out = select_samples(live.run, SampleFilter(eval_set="heldout_prompts", limit=0))
     evaluated = range(0, STEPS + 1, SHORTER["eval"]["every"])
     assert {one["step"] for one in held_out.samples} == set(
         evaluated

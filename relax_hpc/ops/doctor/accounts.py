@@ -1,4 +1,4 @@
-"""Checks against Slurm's accounting database: accounts, qos_limits of service, limits of jobs."""
+"""Checks against Slurm's accounting database: accounts, qualities of service, limits of jobs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`relax-hpc list`: the runs below a folder, one line each; from their files, and one question to
-Slurm for all."""
+"""`relax-hpc list`: the runs below a folder, from their files and one query to Slurm."""
 
 from __future__ import annotations
 
@@ -20,7 +19,13 @@ from relax_hpc.cluster.slurm.commands import Slurm, SlurmError, SlurmJob
 from relax_hpc.cluster.slurm.job_lookup import submitted_jobs
 from relax_hpc.cluster.supervise.launch_records import all_ended, last_beat_s, members_of
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.ops.observe.run_state import UNREADABLE, exit_code, gravest, signs_of, state_of
+from relax_hpc.ops.observe.run_state import (
+    UNREADABLE,
+    decide_state,
+    exit_code,
+    read_signs,
+    worst_exit_code,
+)
 from relax_hpc.ops.observe.status import SLURM_S
 from relax_hpc.ops.observe.status_view import duration
 
@@ -29,40 +34,41 @@ _ROW = "{:<28} {:<9} {:>12} {:>8}  {:<7} {}"
 
 
 def main(folder: str, as_json: bool = False) -> int:
-    """Print the runs below ``folder``, newest first; the exit code is that of the gravest, see
-    `states.exit_code`."""
+    """Print the runs below ``folder``, newest first.
+
+    Returns the most serious exit code of the runs, see `run_state`.
+    """
     root = Path(folder)
     if not root.is_dir():
-        raise ConfigError(f"{root}: no such folder; name one that holds run directories")
-    # One that may not be read is an error, and below it a row.
+        raise ConfigError(f"{root}: no such folder; name one that has run directories")
+    # An unreadable root is an error; an unreadable folder below it is a row.
     os.scandir(root).close()
     rows = runs(root)
     if as_json:
         print(json.dumps(rows))
-        return gravest(row["exit_code"] for row in rows)
+        return worst_exit_code(row["exit_code"] for row in rows)
     print(_ROW.format("RUN", "STATE", "STEP", "AGE", "LAYOUT", "JOBS"))
     for row in rows:
         step, age = f"{row['trained_steps']}/{row['steps']}", duration(row["age_s"])
-        print(
-            _ROW.format(
-                row["run"], row["state"], step, age, row["layout"], " ".join(row["jobs"]) or "-"
-            )
-        )
-    return gravest(row["exit_code"] for row in rows)
+        jobs = " ".join(row["jobs"]) or "-"
+        print(_ROW.format(row["run"], row["state"], step, age, row["layout"], jobs))
+    return worst_exit_code(row["exit_code"] for row in rows)
 
 
 def runs(root: Path, slurm: Slurm | None = None) -> list[dict[str, Any]]:
-    """Row for each run as its files tell; `age_s`: seconds since it was made."""
+    """A row for each run below ``root``; `age_s`: seconds since the run was created."""
     records = {path: _read_run(RunDir(path)) for path in run_directories(root)}
     readable = [record for record in records.values() if not isinstance(record, str)]
-    jobs = _ask_squeue(chain.from_iterable(ids for _, ids in readable), slurm)
+    jobs = _query_squeue(chain.from_iterable(ids for _, ids in readable), slurm)
     rows = [_row(path, root.absolute(), record, jobs) for path, record in records.items()]
     return sorted(rows, key=lambda row: row["age_s"])
 
 
 def run_directories(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """Folders that hold a run, or that this user may not look into, not deeper than ``depth`` below
-    ``root``, which may be such a one itself."""
+    """Run directories and unreadable folders at most ``depth`` levels below ``root``.
+
+    ``root`` itself may be one.
+    """
     try:
         if (root / "config.yaml").is_file() and (root / "token").is_file():
             yield root
@@ -72,37 +78,39 @@ def run_directories(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
         yield root
         return
     for entry in entries:
-        if not entry.name.startswith(".") and _is_folder(entry):
+        if not entry.name.startswith(".") and _is_directory(entry):
             yield from run_directories(Path(entry.path), depth - 1)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def _is_directory(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        # A link in a circle, or into a folder of somebody else.
+        # A circle of links, or a link into a folder that this user cannot read.
         return False
 
 
 def _read_run(run: RunDir) -> tuple[Config, list[str]] | str:
-    """Configuration of a run, and ids of its jobs unless it is finished; or why they cannot be
-    read."""
+    """Configuration and job ids of a run, or the reason why they cannot be read.
+
+    A finished run has no ids.
+    """
     try:
         config = load_resolved(run.root)
         may_have_jobs = run.submit.is_dir() and not run.finished.exists()
         return config, submitted_jobs(run, config) if may_have_jobs else []
     except (ConfigError, OSError) as error:
-        return _sentence(error)
+        return _describe_error(error)
 
 
-def _sentence(error: ConfigError | OSError) -> str:
+def _describe_error(error: ConfigError | OSError) -> str:
     return (explain_path_error(error) if isinstance(error, OSError) else "") or str(error)
 
 
-def _ask_squeue(ids: Iterable[str], slurm: Slurm | None) -> dict[str, SlurmJob] | None:
-    """The jobs among ``ids`` that squeue knows, asked in one call; None: it does not answer.
+def _query_squeue(ids: Iterable[str], slurm: Slurm | None) -> dict[str, SlurmJob] | None:
+    """The jobs with these ids in squeue, by one query; None if squeue does not answer.
 
-    By their ids, as they may be another user's.
+    The query names ids instead of a user, because runs may belong to other users.
     """
     try:
         return (slurm or Slurm(timeout_s=SLURM_S, tries=1)).jobs(*ids)
@@ -116,33 +124,35 @@ def _row(
     record: tuple[Config, list[str]] | str,
     jobs: Mapping[str, SlurmJob] | None,
 ) -> dict[str, Any]:
-    """Row of the list for a run; ``record``: see `_read_run`; ``jobs``: None if Slurm does not
-    answer."""
+    """Row of a run. ``record``: see `_read_run`. ``jobs``: None if Slurm does not answer."""
     absolute = path.absolute()
     row: dict[str, Any] = {
         "run": str(absolute.relative_to(root)),
         "run_dir": str(absolute),
         "jobs": [],
+        "age_s": time.time() - _creation_time(path),
+        "trained_steps": 0,
+        "steps": 0,
+        "layout": "-",
     }
-    row |= {"age_s": time.time() - _made_at(path), "trained_steps": 0, "steps": 0, "layout": "-"}
     unreadable = {"state": UNREADABLE, "exit_code": exit_code(UNREADABLE, {})}
     if isinstance(record, str):
         return row | unreadable | {"error": record}
     config, ids = record
     own_jobs = None if jobs is None else [jobs[job] for job in ids if job in jobs]
     try:
-        return row | _what_it_does(RunDir(path), config, own_jobs)
+        return row | _describe_run(RunDir(path), config, own_jobs)
     except (ConfigError, OSError) as error:
-        return row | unreadable | {"error": _sentence(error)}
+        return row | unreadable | {"error": _describe_error(error)}
 
 
-def _what_it_does(run: RunDir, config: Config, jobs: list[SlurmJob] | None) -> dict[str, Any]:
+def _describe_run(run: RunDir, config: Config, jobs: list[SlurmJob] | None) -> dict[str, Any]:
     """State, progress and jobs of a run that can be read."""
     steps = [row["step"] + 1 for row in read_metrics(run.root) if is_step(row)]
     living = [name for name in members_of(run, config) if not all_ended(run, config, name)]
     beat_s = min((last_beat_s(run, name) for name in living), default=float("inf"))
-    signs = signs_of(run, config, jobs)
-    state = state_of(signs)
+    signs = read_signs(run, config, jobs)
+    state = decide_state(signs)
     return {
         "trained_steps": max(steps, default=0),
         "steps": config.steps,
@@ -154,9 +164,12 @@ def _what_it_does(run: RunDir, config: Config, jobs: list[SlurmJob] | None) -> d
     }
 
 
-def _made_at(path: Path) -> float:
-    """Time at which a run was made, or its folder was last changed where its files cannot be looked
-    at; now, if it was removed meanwhile."""
+def _creation_time(path: Path) -> float:
+    """Time at which a run was created.
+
+    If its files cannot be read, the time of the last change of the folder; if it has been removed,
+    now.
+    """
     for file in (RunDir(path).token_file, path):
         with contextlib.suppress(OSError):
             return file.stat().st_mtime

@@ -1,5 +1,4 @@
-"""`relax-hpc logs`: what the processes of a run print, of the newest incarnations unless another is
-asked for."""
+"""`relax-hpc logs`: print the logs of a run's processes, by default of the newest incarnations."""
 
 from __future__ import annotations
 
@@ -26,20 +25,20 @@ from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.config import load_resolved
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
-_LOOK_S = 0.5
-_BLOCK = 1 << 16
-_MOST_BYTES = 64 << 20
-"""Bytes of a file that are read at a time, at most."""
+_POLL_S = 0.5
+_BLOCK_BYTES = 1 << 16
+_MAX_READ_BYTES = 64 << 20
+"""Maximum of bytes that are read of a file at a time."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-"""Changes of colour, which libraries write into logs; they are left out, and all other controls are
-spelled out."""
+"""Escape sequences of colours, which libraries write into logs. They are removed; other control
+characters are escaped."""
 _QUIET_S = 3.0
 """Seconds to wait for more lines after the end of a run."""
 
 
 @dataclass(frozen=True, slots=True)
-class WantedLogs:
-    """Selection of logs; empty or None: all."""
+class LogFilter:
+    """Selection of logs; empty or None means all."""
 
     group: str = ""
     role: str = ""
@@ -48,99 +47,113 @@ class WantedLogs:
     lines: int = 20
 
 
-def main(root: str, wanted: WantedLogs, follow: bool = False) -> int:
-    """Print the last lines of each file, prefixed by its name when there are several; then what is
-    added."""
-    run = RunDir(root)
+def main(root: str, selection: LogFilter, follow: bool = False) -> int:
+    """Print the last lines of each selected log; with ``follow`` also lines that are added.
+
+    If there are several logs, each line begins with the name of its log.
+    """
+    run = RunDir(Path(root))
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
-    found = files(run, wanted)
-    if not found and not follow:
+    paths = find_logs(run, selection)
+    if not paths and not follow:
         raise ConfigError(
-            f"{run.root / 'logs'}: no log of what was asked for yet; see relax-hpc status "
-            f"{run.root}"
+            f"{run.root / 'logs'}: no selected log exists yet; see relax-hpc status {run.root}"
         )
-    tails = {path: Tail(path, _prefix(run, path)) for path in found}
+    tails = {path: Tail(path, _prefix(run, path)) for path in paths}
     for tail in tails.values():
         try:
-            lines = tail.last(wanted.lines)
+            lines = tail.last_lines(selection.lines)
         except ForeignFileError as error:
-            lines = [f"left out: {error.strerror}"]
+            lines = [f"skipped: {error.strerror}"]
         _print(lines, tail.prefix if len(tails) > 1 else "")
     if follow:
-        _follow(run, wanted, tails)
+        _follow(run, selection, tails)
     return EXIT_DONE
 
 
-def files(run: RunDir, wanted: WantedLogs) -> list[Path]:
-    """The logs that are there; without any choice the supervisors' too."""
+def find_logs(run: RunDir, selection: LogFilter) -> list[Path]:
+    """The selected logs that have text; without a selection also those of supervisors."""
     config = load_resolved(run.root)
-    living = [
-        n for n in members_of(run, config) if n in config.groups or not all_ended(run, config, n)
-    ]
-    names = [wanted.group] if wanted.group else living
-    found = []
-    for name in names:
-        incarnation = wanted.incarnation or latest_incarnation(run, name)
-        found += [
-            path
-            for path in sorted(run.logs(name, incarnation).glob("*.log"))
-            if _is_wanted(path.stem, wanted)
+    groups = [selection.group]
+    if not selection.group:
+        groups = [
+            name
+            for name in members_of(run, config)
+            if name in config.groups or not all_ended(run, config, name)
         ]
-    if not (wanted.group or wanted.role or wanted.rank is not None or wanted.incarnation):
-        found += [run.root / "supervisor.log", *sorted((run.root / "logs").glob("*.log"))]
-    return [
-        path for path in found if path.is_file() and (path.stat().st_size or rotated_files(path))
-    ]
+    paths = list[Path]()
+    for group in groups:
+        incarnation = selection.incarnation or latest_incarnation(run, group)
+        logs = sorted(run.logs(group, incarnation).glob("*.log"))
+        paths += [path for path in logs if _is_selected(path.stem, selection)]
+    is_default = selection.rank is None and not (
+        selection.group or selection.role or selection.incarnation
+    )
+    if is_default:
+        paths += [run.root / "supervisor.log", *sorted((run.root / "logs").glob("*.log"))]
+    return [path for path in paths if path.is_file() and _has_text(path)]
+
+
+def _has_text(path: Path) -> bool:
+    return bool(path.stat().st_size or rotated_files(path))
 
 
 class Tail:
-    """A file that grows, and whose beginning is cut off into parts from time to time."""
+    """Reads a log that grows and is rotated: its beginning moves to numbered files."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self.path, self.prefix = path, prefix
         self._offset = 0
-        self._part = 0
-        """Number of the newest part that was read."""
-        self._rest = b""
+        self._rotation = 0
+        """Number of the newest rotated file that was read."""
+        self._partial_line = b""
 
-    def last(self, count: int) -> list[str]:
-        """Last lines of the file as it is now; `new` goes on after them."""
-        parts = rotated_files(self.path)
-        self._part = max(map(rotation_number, parts), default=0)
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines of the log. `new_lines` continues after them."""
+        rotated = rotated_files(self.path)
+        self._rotation = max(map(rotation_number, rotated), default=0)
         with open_in_run(self.path) as file:
             position = end = file.seek(0, 2)
             data = b""
-            while position and data.count(b"\n") <= count and len(data) < _MOST_BYTES:
-                size = min(_BLOCK, position)
+            while position and data.count(b"\n") <= count and len(data) < _MAX_READ_BYTES:
+                size = min(_BLOCK_BYTES, position)
                 position -= size
                 file.seek(position)
                 data = file.read(size) + data
         self._offset = end
-        while not position and parts and (missing := count - data.count(b"\n")) > 0:
-            data = b"".join(deque(read_rotated_lines(parts.pop()), missing)) + data
+        while not position and rotated:
+            missing = count - data.count(b"\n")
+            if missing <= 0:
+                break
+            data = b"".join(deque(read_rotated_lines(rotated.pop()), missing)) + data
         return _lines(data)[-count:] if count else []
 
-    def new(self) -> list[str]:
-        """Whole lines since the last call."""
-        data = self._cut_off() + self._grown()
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return [text for line in whole for text in _lines(line) or [""]]
+    def new_lines(self) -> list[str]:
+        """Complete lines since the last call."""
+        data = self._read_rotated() + self._read_added()
+        *complete, self._partial_line = (self._partial_line + data).split(b"\n")
+        lines = list[str]()
+        for line in complete:
+            lines += _lines(line) or [""]
+        return lines
 
-    def _cut_off(self) -> bytes:
-        """Bytes that have come and lie in a part by now: the part that holds what was read begins
-        like the file did."""
-        found = b""
-        for part in rotated_files(self.path):
-            if rotation_number(part) > self._part:
-                found += read_rotated_file(part)[self._offset :]
-                self._offset, self._part = 0, rotation_number(part)
-        return found
+    def _read_rotated(self) -> bytes:
+        """New bytes that are in rotated files by now.
 
-    def _grown(self) -> bytes:
+        The first new rotated file begins with the bytes that were read from the log before.
+        """
+        data = b""
+        for path in rotated_files(self.path):
+            if rotation_number(path) > self._rotation:
+                data += read_rotated_file(path)[self._offset :]
+                self._offset, self._rotation = 0, rotation_number(path)
+        return data
+
+    def _read_added(self) -> bytes:
         with open_in_run(self.path) as file:
             file.seek(self._offset)
-            data = file.read(_MOST_BYTES)
+            data = file.read(_MAX_READ_BYTES)
         self._offset += len(data)
         return data
 
@@ -149,31 +162,33 @@ def _lines(data: bytes) -> list[str]:
     return _COLOURS.sub("", data.decode(errors="replace")).splitlines()
 
 
-def _follow(run: RunDir, wanted: WantedLogs, tails: dict[Path, Tail]) -> None:
-    """Follow the logs until the run has ended; incarnations that come are followed too."""
+def _follow(run: RunDir, selection: LogFilter, tails: dict[Path, Tail]) -> None:
+    """Print added lines until the run has ended, also of incarnations that start meanwhile."""
     quiet_since = time.monotonic()
-    while not _over(run) or time.monotonic() - quiet_since < _QUIET_S:
-        for path in files(run, wanted):
+    while not _has_ended(run) or time.monotonic() - quiet_since < _QUIET_S:
+        for path in find_logs(run, selection):
             tails.setdefault(path, Tail(path, _prefix(run, path)))
         for tail in tails.values():
-            # A log that leads out of the run: `main` has said so, if it was there already.
+            # `main` has reported a link that leads out of the run.
             with contextlib.suppress(ForeignFileError):
-                if lines := tail.new():
+                lines = tail.new_lines()
+                if lines:
                     quiet_since = time.monotonic()
                     _print(lines, tail.prefix if len(tails) > 1 else "")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
-def _over(run: RunDir) -> bool:
+def _has_ended(run: RunDir) -> bool:
     return run.finished.exists() or bool(read_stop_request(run))
 
 
-def _is_wanted(stem: str, wanted: WantedLogs) -> bool:
-    """Files are named ROLE, ROLE-rank-K, ROLE-srun, and engines as they like."""
+def _is_selected(stem: str, selection: LogFilter) -> bool:
+    """Whether a log is selected: ROLE, ROLE-rank-K, ROLE-srun, or a name that an engine chose."""
     role, _, rank = stem.partition("-rank-")
-    if wanted.rank is not None and rank != str(wanted.rank):
+    if selection.rank is not None and rank != str(selection.rank):
         return False
-    return not wanted.role or role == wanted.role or role.startswith(f"{wanted.role}-")
+    wanted = selection.role
+    return not wanted or role == wanted or role.startswith(f"{wanted}-")
 
 
 def _prefix(run: RunDir, path: Path) -> str:

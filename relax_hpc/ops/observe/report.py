@@ -1,12 +1,12 @@
-"""Report of what became of the time, the tokens and the nodes of a run, live or ended: from its
-files alone."""
+"""Report on the use of time, tokens and nodes of a run, live or ended, from its files."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from relax_hpc.base.errors import ConfigError
@@ -24,75 +24,78 @@ from relax_hpc.cluster.supervise.incarnations import (
 )
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.roles import ROLES
-from relax_hpc.ops.observe.gpu_hours import hours
+from relax_hpc.ops.observe.gpu_hours import spent_hours
 from relax_hpc.ops.observe.status import failures_of
 
 ENOUGH_STEPS = 5
-"""Steps below which medians say little."""
-_CLEARLY = 1.1
-"""Factor by which one side of a step has to be busier than the other to be the bottleneck."""
+"""Number of steps that medians need."""
+_BUSIER_FACTOR = 1.1
+"""Factor by which one role has to be busier than the other to be called the bottleneck."""
 _DROPPED = "queue/dropped_"
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Part of a run that is looked at: steps `first` to `last`, if any were trained, in the time
-    `window`."""
+class _Section:
+    """Steps of a run that the report covers."""
 
     first: int | None
+    """First step; None if no step was trained."""
     last: int | None
     window: Interval
     ends: dict[int, float]
-    """Time at which each step before `first` to `last` was trained, of the wall clock."""
+    """End of each step from `first` - 1 to `last`, in seconds of the wall clock."""
 
 
 def report(
     run: RunDir, first: int | None = None, last: int | None = None, now: float | None = None
 ) -> dict[str, Any]:
-    """Everything that `relax-hpc report` says; JSON values, seconds and shares. What cannot be said
-    is None.
+    """The report of `relax-hpc report` as JSON values: seconds and shares. Unknown values are None.
 
-    ``first``, ``last``: of these steps alone. ``now``: until when a live run is accounted.
-    ConfigError: no run is there, or it has not trained these steps.
+    ``first``, ``last``: steps to cover. ``now``: end of the accounting of a live run.
+    ConfigError: there is no run, or it has not trained these steps.
     """
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     config = load_resolved(run.root)
     incarnations = read_incarnations(run, config, now)
-    workers = [worker for incarnation in incarnations for worker in incarnation.workers]
-    part = _part(workers, first, last)
-    followed, found = restarts(incarnations), measure_pace(workers, part.ends)
-    waits = _waits(workers, part.window)
+    workers = list(chain.from_iterable(incarnation.workers for incarnation in incarnations))
+    section = _select_section(workers, first, last)
+    window, wall_s = section.window, _wall_s(workers, section.window)
+    all_restarts = restarts(incarnations)
+    pace, waits = measure_pace(workers, section.ends), _waits(workers, window)
     return {
         "run_dir": str(run.root),
         "finished": run.finished.exists(),
         "max_staleness": config.max_staleness,
-        "first_step": part.first,
-        "last_step": part.last,
-        "wall_s": _wall_s(workers, part.window),
-        "roles": _roles(workers, part.window),
+        "first_step": section.first,
+        "last_step": section.last,
+        "wall_s": wall_s,
+        "roles": _roles(workers, window),
         "waits": waits,
-        "pace": _pace(found),
-        "bottleneck": _bottleneck(found, waits),
-        "split": _split(config, incarnations, part, found),
-        "goodput": _goodput(run, config, part, _wall_s(workers, part.window)),
-        "hours": hours(unit_of(config), incarnations, followed, part.window),
-        "restarts": [_restart(one, workers) for one in followed if _meets(one.gap, part.window)],
+        "pace": _pace(pace),
+        "bottleneck": _bottleneck(pace, waits),
+        "split": _split(config, incarnations, section, pace),
+        "goodput": _goodput(run, config, section, wall_s),
+        "hours": spent_hours(unit_of(config), incarnations, all_restarts, window),
+        "restarts": [
+            _restart(restart, workers) for restart in all_restarts if _overlaps(restart.gap, window)
+        ],
         "failures": failures_of(run),
-        "notes": _notes(workers, found),
+        "notes": _notes(workers, pace),
     }
 
 
-def _part(workers: Sequence[WorkerTimeline], first: int | None, last: int | None) -> _Part:
+def _select_section(
+    workers: Sequence[WorkerTimeline], first: int | None, last: int | None
+) -> _Section:
+    """The section of the options --first-step and --last-step."""
     ends = step_ends(workers)
     for option, step in (("--first-step", first), ("--last-step", last)):
         if step is not None and step not in ends:
-            known = (
-                f"a step from {min(ends)} to {max(ends)}"
-                if ends
-                else "nothing: no step was trained yet, leave it out"
-            )
-            raise ConfigError(f"{option}: found {step}, allowed: {known}")
+            allowed = "nothing, because no step was trained yet; remove it"
+            if ends:
+                allowed = f"a step from {min(ends)} to {max(ends)}"
+            raise ConfigError(f"{option}: found {step}, allowed: {allowed}")
     if first is not None and last is not None and first > last:
         raise ConfigError(f"--last-step: found {last}, allowed: at least --first-step {first}")
     low = min((worker.began for worker in workers), default=0.0)
@@ -104,193 +107,210 @@ def _part(workers: Sequence[WorkerTimeline], first: int | None, last: int | None
         low = ends.get(first - 1, low)
     if last is not None:
         high = ends[last]
-    kept = {step: ends[step] for step in ends if steps and steps[0] - 1 <= step <= steps[-1]}
-    return _Part(steps[0] if steps else None, steps[-1] if steps else None, (low, high), kept)
+    if not steps:
+        return _Section(None, None, (low, high), {})
+    section_ends = {step: ends[step] for step in ends if steps[0] - 1 <= step <= steps[-1]}
+    return _Section(steps[0], steps[-1], (low, high), section_ends)
 
 
 def _wall_s(workers: Sequence[WorkerTimeline], window: Interval) -> float:
-    """Seconds in which some process lived: a run may lie still between two jobs."""
+    """Seconds in which a process of the run lived. Pauses between jobs do not count."""
     return union_length(((worker.began, worker.ended) for worker in workers), *window)
 
 
 def _roles(workers: Sequence[WorkerTimeline], window: Interval) -> dict[str, Any]:
-    """Seconds and shares by kind, which add up to the lives of a role's workers."""
-    found: dict[str, Any] = {}
+    """Seconds and shares of each role by kind. They add up to the lives of its workers."""
+    roles: dict[str, Any] = {}
     for role, seconds in _by_role(workers, window).items():
         kinds: dict[str, float] = defaultdict(float)
         for label, spent in seconds.items():
             kinds[label.what] += spent
         total = sum(kinds.values())
-        most = sorted(kinds.items(), key=lambda item: -item[1])
-        shares = {what: spent / total for what, spent in most}
-        found[role] = {"worker_s": total, "seconds": dict(most), "share": shares}
-    return found
+        ordered = dict(sorted(kinds.items(), key=lambda item: -item[1]))
+        shares = {kind: spent / total for kind, spent in ordered.items()}
+        roles[role] = {"worker_s": total, "seconds": ordered, "share": shares}
+    return roles
 
 
 def _waits(workers: Sequence[WorkerTimeline], window: Interval) -> list[dict[str, Any]]:
-    """Waits of each role, longest first; `share` is of all its time."""
-    found = []
+    """Waits of each role, longest first; `share`: of all time of the role."""
+    result = list[dict[str, Any]]()
     for role, seconds in _by_role(workers, window).items():
         total = sum(seconds.values())
-        waits = sorted(
-            ((s, label) for label, s in seconds.items() if label.what == "wait"), reverse=True
-        )
-        about = (
-            {"peer": label.peer, "reason": label.reason, "seconds": s, "share": s / total}
-            for s, label in waits
-        )
-        found += [{"role": role, **one} for one in about]
-    return found
+        waits = [(spent, label) for label, spent in seconds.items() if label.what == "wait"]
+        for spent, label in sorted(waits, reverse=True):
+            result.append(
+                {
+                    "role": role,
+                    "peer": label.peer,
+                    "reason": label.reason,
+                    "seconds": spent,
+                    "share": spent / total,
+                }
+            )
+    return result
 
 
 def _by_role(
     workers: Sequence[WorkerTimeline], window: Interval
 ) -> dict[str, Mapping[Label, float]]:
     """Seconds of each role by label, in the order of the data flow."""
-    found = {
-        role: sum_by_label(w.seconds(*window) for w in workers if w.role == role) for role in ROLES
-    }
-    return {role: seconds for role, seconds in found.items() if sum(seconds.values())}
+    seconds_by_role = dict[str, Mapping[Label, float]]()
+    for role in ROLES:
+        own_workers = [worker for worker in workers if worker.role == role]
+        seconds = sum_by_label(worker.seconds(*window) for worker in own_workers)
+        if sum(seconds.values()):
+            seconds_by_role[role] = seconds
+    return seconds_by_role
 
 
-def _pace(found: Pace | None) -> dict[str, Any] | None:
-    if found is None:
+def _pace(pace: Pace | None) -> dict[str, Any] | None:
+    if pace is None:
         return None
-    about = {
-        "steps": found.steps,
-        "step_s": found.step_s,
-        "rollout_s": found.rollout_s,
-        "actor_s": found.actor_s,
+    return {
+        "steps": pace.steps,
+        "step_s": pace.step_s,
+        "rollout_s": pace.rollout_s,
+        "actor_s": pace.actor_s,
+        "overlap": pace.overlap,
     }
-    return {**about, "overlap": found.overlap}
 
 
-def _bottleneck(measured: Pace | None, waits: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The side of a step that is busy for longer, the share of the step for which it is, and the
-    share of the other side's time that it waits for it. An empty role: both are as busy."""
-    if measured is None or not (measured.step_s and measured.rollout_s and measured.actor_s):
+def _bottleneck(pace: Pace | None, waits: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The role that is busy longer in a step: rollout or actor.
+
+    `busy_share`: share of the step in which it is busy. `waiting_share`: share of the other role's
+    time in which that waits for it. The role is empty if both are equally busy.
+    """
+    if pace is None or not (pace.step_s and pace.rollout_s and pace.actor_s):
         return None
-    busy = {"rollout": measured.rollout_s, "actor": measured.actor_s}
+    busy = {"rollout": pace.rollout_s, "actor": pace.actor_s}
     role, other = sorted(busy, key=busy.__getitem__, reverse=True)
-    busy_share = busy[role] / measured.step_s
-    if busy[role] < _CLEARLY * busy[other]:
+    busy_share = busy[role] / pace.step_s
+    if busy[role] < _BUSIER_FACTOR * busy[other]:
         return {"role": "", "busy_share": busy_share, "waiting_share": 0.0}
     shares = [wait["share"] for wait in waits if (wait["role"], wait["peer"]) == (other, role)]
     return {"role": role, "busy_share": busy_share, "waiting_share": sum(shares)}
 
 
 def _split(
-    config: Config, incarnations: Sequence[PastIncarnation], part: _Part, found: Pace | None
+    config: Config, incarnations: Sequence[PastIncarnation], section: _Section, pace: Pace | None
 ) -> dict | None:
-    """The present split, and the one of as many units with which both sides of a step would take as
-    long.
+    """The present split of units, and one in which rollout and actor would be equally busy.
 
-    None where there is nothing to divide: a group with both roles, no step, or no unit of one side.
+    None if there is nothing to divide: a group with both roles, no step, or a role without a unit.
     """
-    if found is None or part.last is None:
+    if pace is None or section.last is None:
         return None
-    window = (part.ends.get(part.last - 1, part.window[0]), part.ends[part.last])
-    there = [one for one in incarnations if one.began < window[1] and one.ended > window[0]]
-    newest = {one.group: one for one in there}.values()
-    rollout, actor = (_units(newest, role) for role in ("rollout", "actor"))
-    shared = [
-        one for one in newest if {"rollout", "actor"} <= {worker.role for worker in one.workers}
-    ]
-    if shared or not rollout or not actor or not found.rollout_s + found.actor_s:
+    start = section.ends.get(section.last - 1, section.window[0])
+    window = (start, section.ends[section.last])
+    present = [item for item in incarnations if _overlaps((item.began, item.ended), window)]
+    newest = {incarnation.group: incarnation for incarnation in present}.values()
+    rollout, actor = _units(newest, "rollout"), _units(newest, "actor")
+    for incarnation in newest:
+        if {"rollout", "actor"} <= {worker.role for worker in incarnation.workers}:
+            return None
+    if not rollout or not actor or not pace.rollout_s + pace.actor_s:
         return None
-    split = even_split(found.rollout_s, found.actor_s, rollout, actor)
-    sides = (found.rollout_s * rollout / split[0], found.actor_s * actor / split[1])
+    split = even_split(pace.rollout_s, pace.actor_s, rollout, actor)
     return {
         "unit": unit_of(config),
         "present": {"rollout": rollout, "actor": actor},
         "suggested": {"rollout": split[0], "actor": split[1]},
-        "suggested_busy_s": {"rollout": sides[0], "actor": sides[1]},
+        "suggested_busy_s": {
+            "rollout": pace.rollout_s * rollout / split[0],
+            "actor": pace.actor_s * actor / split[1],
+        },
     }
 
 
-def _units(incarnations: Any, role: str) -> int:
-    return round(
-        sum(one.units for one in incarnations if any(worker.role == role for worker in one.workers))
-    )
+def _units(incarnations: Iterable[PastIncarnation], role: str) -> int:
+    """Units of all incarnations with a worker of ``role``."""
+    units = 0.0
+    for incarnation in incarnations:
+        if any(worker.role == role for worker in incarnation.workers):
+            units += incarnation.units
+    return round(units)
 
 
-def _goodput(run: RunDir, config: Config, part: _Part, wall_s: float) -> dict[str, Any] | None:
-    """Tokens trained a second; of the tokens drawn those trained; samples dropped by reason. None
-    without a step."""
+def _goodput(
+    run: RunDir, config: Config, section: _Section, wall_s: float
+) -> dict[str, Any] | None:
+    """Trained tokens per second, share of generated tokens that was trained, dropped samples.
+
+    None without a step.
+    """
     metrics = load_metrics(run.root)
-    first, last = part.first, part.last
+    first, last = section.first, section.last
     if first is None or last is None or not wall_s:
         return None
     rows = [row for row in metrics.rows if first <= row["step"] <= last and is_step(row)]
-    drawn = sum(
-        line.get("perf/rollout_tokens", 0.0)
-        for line in metrics.lines
-        if first <= line["step"] <= last
-    )
+    lines = [line for line in metrics.lines if first <= line["step"] <= last]
+    generated = sum(line.get("perf/rollout_tokens", 0.0) for line in lines)
     samples = config.prompts_per_step * config.samples_per_prompt
     learned = sum(row.get("reward/response_tokens", math.nan) * samples for row in rows)
     trained = sum(row.get("perf/trained_tokens", 0.0) for row in rows)
     return {
         "trained_tokens": trained,
         "trained_tokens_per_s": trained / wall_s,
-        "generated_tokens": drawn,
-        "trained_share": learned / drawn if drawn and math.isfinite(learned) else None,
+        "generated_tokens": generated,
+        "trained_share": learned / generated if generated and math.isfinite(learned) else None,
         "trained_samples": len(rows) * samples,
         "dropped_samples": _dropped(run, metrics.rows, first, last),
     }
 
 
 def _dropped(run: RunDir, rows: Sequence[dict[str, Any]], first: int, last: int) -> dict[str, int]:
-    """Dropped rows by reason, from the end of the step before ``first`` to that of ``last``; all of
-    a finished run."""
-    counted = [row for row in rows if is_step(row)]
-    before = [row for row in counted if row["step"] < first]
-    until = [row for row in counted if row["step"] <= last]
-    ended = bool(until) and until[-1] is counted[-1] and run.finished.exists()
-    then = (read_map(run.finished, dropped=dict) if ended else {}).get("dropped", _counts(until))
-    then = {
-        reason: count
-        for reason, count in then.items()
-        if type(count) in (int, float) and math.isfinite(count)
-    }
-    return {
-        reason: int(n)
-        for reason, count in sorted(then.items())
-        if (n := count - _counts(before).get(reason, 0)) > 0
-    }
+    """Dropped rows by reason, after step ``first`` - 1 up to the end of step ``last``.
+
+    If ``last`` is the last step of a finished run, the counts include rows dropped after it.
+    """
+    steps = [row for row in rows if is_step(row)]
+    before = _counts([row for row in steps if row["step"] < first])
+    up_to_last = [row for row in steps if row["step"] <= last]
+    counts = _counts(up_to_last)
+    if up_to_last and up_to_last[-1] is steps[-1] and run.finished.exists():
+        counts = read_map(run.finished, dropped=dict).get("dropped", counts)
+    dropped = dict[str, int]()
+    for reason, count in sorted(counts.items()):
+        if type(count) in (int, float) and math.isfinite(count):
+            difference = count - before.get(reason, 0)
+            if difference > 0:
+                dropped[reason] = int(difference)
+    return dropped
 
 
 def _counts(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    last = rows[-1] if rows else {}
-    counts = {
-        tag.removeprefix(_DROPPED): count for tag, count in last.items() if tag.startswith(_DROPPED)
-    }
-    return {reason: count for reason, count in counts.items() if math.isfinite(count)}
+    """Counts of dropped rows in the last of ``rows``, by reason."""
+    counts = dict[str, float]()
+    for tag, count in (rows[-1] if rows else {}).items():
+        if tag.startswith(_DROPPED) and math.isfinite(count):
+            counts[tag.removeprefix(_DROPPED)] = count
+    return counts
 
 
-def _restart(one: Restart, workers: Sequence[WorkerTimeline]) -> dict[str, Any]:
-    begin = min(worker.began for worker in workers)
-    said = one.before.reason or ("" if one.before.status else "left no mark")
-    at, gap = one.before.ended - begin, one.gap[1] - one.gap[0]
+def _restart(restart: Restart, workers: Sequence[WorkerTimeline]) -> dict[str, Any]:
+    began = min(worker.began for worker in workers)
+    reason = restart.before.reason or ("" if restart.before.status else "left no mark")
     return {
-        "group": one.after.group,
-        "incarnation": one.after.incarnation,
-        "at_s": at,
-        "gap_s": gap,
-        "fault": one.fault,
-        "why": said,
+        "group": restart.after.group,
+        "incarnation": restart.after.incarnation,
+        "at_s": restart.before.ended - began,
+        "gap_s": restart.gap[1] - restart.gap[0],
+        "fault": restart.fault,
+        "why": reason,
     }
 
 
-def _meets(interval: Interval, window: Interval) -> bool:
+def _overlaps(interval: Interval, window: Interval) -> bool:
     return interval[0] < window[1] and interval[1] > window[0]
 
 
-def _notes(workers: Sequence[WorkerTimeline], found: Pace | None) -> list[str]:
-    """Notes on what keeps the report from saying more."""
+def _notes(workers: Sequence[WorkerTimeline], pace: Pace | None) -> list[str]:
+    """Notes on data that the report lacks."""
     if not workers:
-        return ["no role has written a span yet; look again once the run has started"]
-    steps = found.steps if found else 0
+        return ["no role has written a span yet; run the report again after the first step"]
+    steps = pace.steps if pace else 0
     if steps < ENOUGH_STEPS:
         return [f"pace and split are of {steps} steps, {ENOUGH_STEPS} or more would say more"]
     return []

@@ -1,9 +1,11 @@
-"""`relax-hpc report`: what `relax_hpc.ops.observe.report` finds, for people and for programs."""
+"""`relax-hpc report`: print the report of a run as text or as JSON."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -15,7 +17,7 @@ from relax_hpc.ops.observe.status_view import duration
 from relax_hpc.ops.observe.text_table import Column, aligned
 
 _WIDTH, _MIN_REASON_CHARS = 100, 40
-"""Columns of the text, and columns that are left for a reason in any case."""
+"""Columns of the text, and the minimum of columns for a reason."""
 _RESTARTS = (
     Column("RESTARTS"),
     Column("INCARNATION", is_number=True),
@@ -30,8 +32,8 @@ _WAITS = (
     Column("SECONDS", is_number=True),
     Column("SHARE", is_number=True),
 )
-_FEW = 0.0005
-"""Share of the time below which a wait is left out of the text."""
+_MIN_WAIT_SHARE = 0.0005
+"""Waits with a smaller share of the time are not printed."""
 _HOURS = (
     ("used", "used"),
     ("waiting", "waiting"),
@@ -45,49 +47,46 @@ def main(
     root: str, as_json: bool = False, first: int | None = None, last: int | None = None
 ) -> int:
     """Print the report."""
-    found = report(RunDir(root), first, last)
-    print(json.dumps(found) if as_json else "\n".join(lines(found)))
+    values = report(RunDir(Path(root)), first, last)
+    print(json.dumps(values) if as_json else "\n".join(lines(values)))
     return EXIT_DONE
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
-    """A report as text, at most 100 columns; foreign text in it is neutralised."""
-    return map(escape_line, _lines(found))
+def lines(values: dict[str, Any]) -> Iterator[str]:
+    """A report as text of at most 100 columns; control characters in it are escaped."""
+    return map(escape_line, _lines(values))
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    trained = (
-        "no step"
-        if found["first_step"] is None
-        else f"steps {found['first_step']} to {found['last_step']}"
-    )
-    ended = "finished" if found["finished"] else "not finished"
-    yield f"{found['run_dir']}: {ended}, {trained} in {duration(found['wall_s'])}"
-    yield from _bottleneck(found["bottleneck"])
-    yield from (f"note: {note}" for note in found["notes"])
-    yield from (f"first failure: {failure['headline']}" for failure in found["failures"])
-    if found["roles"]:
-        yield from _roles(found["roles"])
-        yield from _waits(found["waits"])
-    if found["pace"]:
-        yield from _pace(found["pace"])
-    if found["split"]:
-        yield from _split(found["split"], found["max_staleness"])
-    if found["goodput"]:
-        yield from _goodput(found["goodput"])
-    yield from _hours(found["hours"])
-    yield from _restarts(found["restarts"])
+def _lines(values: dict[str, Any]) -> Iterator[str]:
+    trained = "no step"
+    if values["first_step"] is not None:
+        trained = f"steps {values['first_step']} to {values['last_step']}"
+    ended = "finished" if values["finished"] else "not finished"
+    yield f"{values['run_dir']}: {ended}, {trained} in {duration(values['wall_s'])}"
+    yield from _bottleneck(values["bottleneck"])
+    yield from (f"note: {note}" for note in values["notes"])
+    yield from (f"first failure: {failure['headline']}" for failure in values["failures"])
+    if values["roles"]:
+        yield from _roles(values["roles"])
+        yield from _waits(values["waits"])
+    if values["pace"]:
+        yield from _pace(values["pace"])
+    if values["split"]:
+        yield from _split(values["split"], values["max_staleness"])
+    if values["goodput"]:
+        yield from _goodput(values["goodput"])
+    yield from _hours(values["hours"])
+    yield from _restarts(values["restarts"])
 
 
 def _roles(roles: dict[str, Any]) -> Iterator[str]:
-    """Kinds down, roles across, those first that took most time of all."""
-    kinds = {kind for about in roles.values() for kind in about["seconds"]}
-    order = sorted(
-        kinds, key=lambda kind: -sum(about["seconds"].get(kind, 0.0) for about in roles.values())
-    )
-    columns = [Column("SECONDS, SHARE"), *(Column(role, is_number=True) for role in roles)]
+    """A table of kinds of work (lines) and roles (columns), the longest kinds first."""
+    totals = Counter[str]()
+    for role in roles.values():
+        totals.update(role["seconds"])
+    columns = [Column("SECONDS, SHARE"), *(Column(name, is_number=True) for name in roles)]
     rows = list[list[str]]()
-    for kind in order:
+    for kind, _ in totals.most_common():
         rows.append([kind, *(_cell_of_kind(role, kind) for role in roles.values())])
     rows.append(["all", *(_cell(role["worker_s"], 1.0) for role in roles.values())])
     yield ""
@@ -112,7 +111,7 @@ def _waits(waits: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"{wait['share']:.1%}",
         ]
         for wait in waits
-        if wait["share"] >= _FEW
+        if wait["share"] >= _MIN_WAIT_SHARE
     ]
     if rows:
         yield ""
@@ -120,7 +119,7 @@ def _waits(waits: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _bottleneck(bottleneck: dict[str, Any] | None) -> Iterator[str]:
-    """Line about the side of a step that keeps the other waiting."""
+    """Line about the role that delays the other one."""
     if bottleneck is None:
         return
     role, busy, waiting = (bottleneck[name] for name in ("role", "busy_share", "waiting_share"))
@@ -141,46 +140,44 @@ def _pace(pace: dict[str, Any]) -> Iterator[str]:
         f"{pace['rollout_s']:.2f} s of it, actor {pace['actor_s']:.2f} s"
     )
     yield (
-        f"overlap efficiency: {pace['overlap']:.0%} (the busier side over the step; 100%: it "
-        "never waits)"
+        f"overlap efficiency: {pace['overlap']:.0%} (busy time of the busier role / step; 100%: "
+        "it never waits)"
     )
 
 
 def _split(split: dict[str, Any], max_staleness: int) -> Iterator[str]:
-    now, then, busy = split["present"], split["suggested"], split["suggested_busy_s"]
-    unit, total = split["unit"], sum(now.values())
-    yield f"split: {_count(now['rollout'], unit)} for rollout and {now['actor']} for training"
-    if now == then:
-        yield f"       no other of {total} would be more even"
+    present, suggested, busy = split["present"], split["suggested"], split["suggested_busy_s"]
+    rollout = _count(present["rollout"], split["unit"])
+    yield f"split: {rollout} for rollout and {present['actor']} for training"
+    if present == suggested:
+        yield f"       no other split of {sum(present.values())} would be more even"
     else:
         sides = f"{busy['rollout']:.2f} and {busy['actor']:.2f} s of a step"
-        best = f"{then['rollout']} and {then['actor']}"
-        yield f"       {best} would be even: busy {sides}, if twice as many take half the time"
+        better = f"{suggested['rollout']} and {suggested['actor']}"
+        yield f"       {better} would be even: busy {sides}, if time is proportional to 1 / units"
     if not max_staleness:
         yield "       (at max_staleness 0 they take turns: each waits for the other in any split)"
 
 
-def _goodput(good: dict[str, Any]) -> Iterator[str]:
+def _goodput(goodput: dict[str, Any]) -> Iterator[str]:
     yield (
-        f"goodput: {good['trained_tokens_per_s']:.0f} trained tokens/s, "
-        f"{good['trained_tokens']:.0f} in all"
+        f"goodput: {goodput['trained_tokens_per_s']:.0f} trained tokens/s, "
+        f"{goodput['trained_tokens']:.0f} in total"
     )
-    share = f"{good['trained_share']:.1%}" if good["trained_share"] is not None else "-"
-    dropped = (
-        ", ".join(f"{reason} {count}" for reason, count in good["dropped_samples"].items())
-        or "nothing"
-    )
+    trained_share = goodput["trained_share"]
+    share = f"{trained_share:.1%}" if trained_share is not None else "-"
+    counts = [f"{reason} {count}" for reason, count in goodput["dropped_samples"].items()]
     yield (
-        f"tokens generated: {good['generated_tokens']:.0f}, {share} of them trained; samples "
-        f"dropped: {dropped}"
+        f"tokens generated: {goodput['generated_tokens']:.0f}, {share} of them trained; samples "
+        f"dropped: {', '.join(counts) or 'nothing'}"
     )
 
 
 def _hours(hours: dict[str, Any]) -> Iterator[str]:
-    asked = hours["asked"]
-    yield f"{hours['unit']}-hours: asked {asked:.3g}"
-    for name, title in _HOURS if asked else ():
-        yield f"  {title:<30}{hours[name]:>10.3g} {hours[name] / asked:>6.1%}"
+    total = hours["asked"]
+    yield f"{hours['unit']}-hours: asked {total:.3g}"
+    for name, title in _HOURS if total else ():
+        yield f"  {title:<30}{hours[name]:>10.3g} {hours[name] / total:>6.1%}"
 
 
 def _restarts(restarts: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -191,20 +188,20 @@ def _restarts(restarts: Sequence[dict[str, Any]]) -> Iterator[str]:
     for restart in restarts:
         times = duration(restart["at_s"]), duration(restart["gap_s"])
         rows.append([restart["group"], str(restart["incarnation"]), *times, ""])
-        reasons.append(restart["why"] or ("" if restart["fault"] else "asked to"))
+        reasons.append(restart["why"] or ("" if restart["fault"] else "requested"))
     titles, *cells = aligned(_RESTARTS, rows)
     yield titles
     for line, reason in zip(cells, reasons, strict=True):
-        # Whole: the reason is what somebody looks for.
-        yield from _hanging(f"{line}  ", reason, len(titles) - len("WHY"))
+        # The reason is printed completely, because readers search for it.
+        yield from _indented(f"{line}  ", reason, len(titles) - len("WHY"))
 
 
-def _hanging(start: str, text: str, indent: int) -> Iterator[str]:
-    """``text`` behind ``start``, in lines of at most 100 columns that begin under each other."""
-    room = max(_MIN_REASON_CHARS, _WIDTH - indent)
+def _indented(start: str, text: str, indent: int) -> Iterator[str]:
+    """``start``, then ``text`` in a column that begins at ``indent``."""
+    width = max(_MIN_REASON_CHARS, _WIDTH - indent)
     line = " ".join(text.split())
-    # Paths stay whole, for copying.
-    pieces = wrap(line, room, break_on_hyphens=False, break_long_words=False) or [""]
+    # Paths are not broken, so that they can be copied.
+    pieces = wrap(line, width, break_on_hyphens=False, break_long_words=False) or [""]
     yield f"{start.ljust(indent)}{pieces[0]}".rstrip()
     for piece in pieces[1:]:
         yield f"{' ' * indent}{piece}"

@@ -1,22 +1,21 @@
-"""State of a run as one word, and the exit code by which scripts tell it: the one place for
-`status` and `list`.
+"""State of a run as one word, and its exit code, for `status` and `list`.
 
-The first line of this table that is true of a run decides:
+The first condition of this table that is true decides:
 
 | condition | state | exit code |
 |---|---|---|
 | it has trained and saved its last step | finished | 0 |
-| it was asked to stop, or failed, and something of it still works or holds nodes | stopping | 0 |
+| it was asked to stop, or failed, and a process works or a job holds nodes | stopping | 0 |
 | it failed | failed | the code of its failure |
 | it was asked to stop | stopped | 130 |
-| its hub answers, or its processes beat | running | 0 |
+| its hub answers, or its processes write beats | running | 0 |
 | it is being prepared, or a job of it holds nodes | starting | 0 |
 | a job of it is queued: its own, a group's, or a successor | queued | 0 |
 | a job of it is completing: it may be queued again | stopping | 0 |
-| it has jobs, nothing beats, and squeue does not answer | unknown | 75 |
-| else: nothing of it is left, and nothing will continue it | ended | 75 |
+| it has jobs, there are no beats, and squeue does not answer | unknown | 75 |
+| otherwise: it has no process and no job | ended | 75 |
 
-`unreadable` (78) is a run whose files this user may not or cannot read.
+`unreadable` (78) is a run whose files this user cannot read.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from relax_hpc.config import Config
 from relax_hpc.net.rendezvous.life_signs import read_activity
 from relax_hpc.queue.client import BEAT_FILE_S
 
-OVER = ("finished", "failed", "stopped", "ended")
-"""States of a run that nothing will continue; `ended` has left no word, as after a Ctrl-C or a
-power loss."""
+FINAL_STATES = ("finished", "failed", "stopped", "ended")
+"""States of a run that does not continue. After `ended` (Ctrl-C, power loss) there is no record of
+the reason."""
 UNREADABLE = "unreadable"
 _EXIT_CODES = {
     "stopped": EXIT_INTERRUPTED,
@@ -58,30 +57,29 @@ _EXIT_CODES = {
     "unknown": EXIT_RETRY,
     UNREADABLE: EXIT_CONFIG,
 }
-_GRAVEST_FIRST = (EXIT_NO_PROGRESS, EXIT_CONFIG, EXIT_RETRY, EXIT_INTERRUPTED, EXIT_DONE)
-_LITTLE_BYTES = 1 << 20
+_WORST_FIRST = (EXIT_NO_PROGRESS, EXIT_CONFIG, EXIT_RETRY, EXIT_INTERRUPTED, EXIT_DONE)
+_MIN_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSigns:
-    """Signs of a run in its files, in Slurm's queue, and from its hub."""
+    """Facts about a run from its files, from Slurm's queue, and from its hub."""
 
     finished: bool = False
     stop: Mapping[str, Any] = field(default_factory=dict)
-    """{code, reason} of a stop that was asked for, see `requests.asked_to_stop`; empty: none was.
-    """
+    """{code, reason} of a requested stop, see `requests.read_stop_request`; empty without one."""
     hub_answers: bool = False
     beats: bool = False
-    """Whether a process of the run has beaten lately, or certainly runs on this machine."""
+    """Whether a process of the run has written a beat recently, or runs on this machine."""
     disk_full: bool = False
-    """Whether no process can write a beat."""
+    """Whether processes cannot write beats because the disk is full."""
     prepares: bool = False
     submitted: bool = False
     """Whether the run has ever had a Slurm job."""
     squeue_answers: bool = False
     sees_all_jobs: bool = True
-    """Whether squeue would show the run's jobs: sites may hide those of other users (PrivateData).
-    """
+    """Whether squeue shows all jobs of the run: sites may hide those of other users (Slurm's
+    PrivateData)."""
     holds_nodes: bool = False
     """Whether a job of the run runs."""
     jobs_end: bool = False
@@ -90,9 +88,9 @@ class RunSigns:
     """Whether a job of the run waits in the queue, and can start."""
 
     @property
-    def works(self) -> bool:
-        """Whether some process of the run is at work."""
-        # Slurm leaves no process of an ended job behind, however young the last beat is.
+    def is_working(self) -> bool:
+        """Whether a process of the run works."""
+        # Slurm leaves no process of an ended job, even if the last beat is recent.
         without_job = (
             self.submitted and self.squeue_answers and self.sees_all_jobs and not self.holds_nodes
         )
@@ -100,15 +98,15 @@ class RunSigns:
         return self.hub_answers or beats or (self.holds_nodes and self.disk_full)
 
 
-def state_of(signs: RunSigns) -> str:
-    """State of a run, by the table above."""
+def decide_state(signs: RunSigns) -> str:
+    """State of a run by the table above."""
     if signs.finished:
         return "finished"
     if signs.stop:
-        if signs.works or signs.holds_nodes or signs.jobs_end:
+        if signs.is_working or signs.holds_nodes or signs.jobs_end:
             return "stopping"
         return "failed" if signs.stop["code"] else "stopped"
-    if signs.works:
+    if signs.is_working:
         return "running"
     if signs.prepares or signs.holds_nodes:
         return "starting"
@@ -122,8 +120,7 @@ def state_of(signs: RunSigns) -> str:
 
 
 def exit_code(state: str, stop: Mapping[str, Any]) -> int:
-    """Exit code that `relax-hpc run` would have ended with; 0 for a run that is finished or
-    continues.
+    """Exit code of `relax-hpc run` for this state; 0 for a run that is finished or continues.
 
     >>> exit_code("failed", {"code": 93}), exit_code("stopped", {"code": 0}), exit_code("ended", {})
     (93, 130, 75)
@@ -131,21 +128,26 @@ def exit_code(state: str, stop: Mapping[str, Any]) -> int:
     return int(stop["code"]) if state == "failed" else _EXIT_CODES.get(state, EXIT_DONE)
 
 
-def gravest(codes: Iterable[int]) -> int:
-    """Gravest exit code of several runs; 0 of none.
+def worst_exit_code(codes: Iterable[int]) -> int:
+    """The most serious exit code of several runs; 0 without runs.
 
-    >>> gravest([0, 130, 75]), gravest([])
+    >>> worst_exit_code([0, 130, 75]), worst_exit_code([])
     (75, 0)
     """
-    found = set(codes)
-    return next((code for code in _GRAVEST_FIRST if code in found), max(found, default=EXIT_DONE))
+    distinct = set(codes)
+    for code in _WORST_FIRST:
+        if code in distinct:
+            return code
+    return max(distinct, default=EXIT_DONE)
 
 
-def signs_of(
+def read_signs(
     run: RunDir, config: Config, jobs: Collection[SlurmJob] | None, hub_answers: bool = False
 ) -> RunSigns:
-    """Signs of a run. ``jobs``: its jobs that squeue knows; None: squeue was not asked, or
-    did not answer."""
+    """Collect the facts about a run.
+
+    ``jobs``: its jobs in squeue; None if squeue was not queried or did not answer.
+    """
     kinds = {entry.job: entry.kind for entry in Ledger(run).entries()}
     own_jobs = [job for job in jobs or () if not _is_unused_spare(job, kinds)]
     living = [name for name in members_of(run, config) if not all_ended(run, config, name)]
@@ -157,7 +159,7 @@ def signs_of(
         beats=any(
             last_beat_s(run, name) < limit_s or has_live_process(run, name) for name in living
         ),
-        disk_full=is_full(run),
+        disk_full=is_disk_full(run),
         prepares=bool(read_activity(run.preparing)),
         submitted=bool(kinds),
         squeue_answers=jobs is not None,
@@ -169,12 +171,12 @@ def signs_of(
 
 
 def _is_unused_spare(job: SlurmJob, kinds: Mapping[str, str]) -> bool:
-    """Whether ``job`` is a held spare: it starts only if a head releases it."""
+    """Whether ``job`` is a held spare, which starts only when the supervisor releases it."""
     return kinds.get(job.id) == "spare" and job.state == "PENDING"
 
 
-def is_full(run: RunDir) -> bool:
-    """Whether the disk of a run has no room, as far as can be seen without writing to it."""
-    room = os.statvfs(run.root)
-    # Some file systems do not say how large they are.
-    return bool(room.f_blocks) and room.f_bavail * room.f_frsize < _LITTLE_BYTES
+def is_disk_full(run: RunDir) -> bool:
+    """Whether the disk of a run is full, as far as this is visible without writing to it."""
+    disk = os.statvfs(run.root)
+    # Some filesystems report no size.
+    return bool(disk.f_blocks) and disk.f_bavail * disk.f_frsize < _MIN_FREE_BYTES

@@ -1,9 +1,8 @@
-"""One HTML page of samples that needs nothing else: filtered by plain JavaScript, safe whatever a
-model has written.
+"""A self-contained HTML page of samples, which stays safe whatever a model has written.
 
-The data is JSON in an element that no browser runs; scripts put it into the page as text, never as
-markup; and the page's policy lets the browser run its own script, by its hash, show pictures that
-the page holds, and load nothing at all.
+The data is JSON in an element that browsers do not execute. The page's script inserts it as text,
+never as markup. The content security policy allows only this script, by its hash, and pictures
+inside of the page; nothing is loaded.
 """
 
 from __future__ import annotations
@@ -16,35 +15,36 @@ from importlib.resources import files
 from typing import Any
 
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""Characters that could end the element that the data is in, as JSON escapes them."""
+"""Characters that could end the element of the data, with their JSON escapes."""
 
 
-def page(about: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
-    """The page of ``samples``; ``about``: {run, left_out}, words for its head."""
+def render_page(head: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
+    """The page of ``samples``; ``head``: {run, left_out}, texts at its top."""
     folder = files(__package__)
-    style, script, frame = (
-        (folder / f"sample_page.{kind}").read_text("utf-8") for kind in ("css", "js", "html")
-    )
-    parts = {
+    style = (folder / "sample_page.css").read_text("utf-8")
+    script = (folder / "sample_page.js").read_text("utf-8")
+    text = (folder / "sample_page.html").read_text("utf-8")
+    data = {"about": head, "samples": [_without_recording(sample) for sample in samples]}
+    sections = {
         "style": style,
         "script": script,
         "style_hash": _hash(style),
         "script_hash": _hash(script),
-        "data": embedded({"about": about, "samples": [_shown(sample) for sample in samples]}),
+        # The data comes last, so that placeholders in it are not replaced.
+        "data": embedded(data),
     }
-    # The data comes last: nothing is looked for in it.
-    for name, text in parts.items():
-        frame = frame.replace(f"{{{{{name}}}}}", text, 1)
-    return frame
+    for name, section in sections.items():
+        text = text.replace(f"{{{{{name}}}}}", section, 1)
+    return text
 
 
-def _shown(sample: dict[str, Any]) -> dict[str, Any]:
-    """``sample`` without what nobody looks at."""
+def _without_recording(sample: dict[str, Any]) -> dict[str, Any]:
+    """``sample`` without its recording, which the page does not show."""
     return {name: value for name, value in sample.items() if name != "recording"}
 
 
 def embedded(value: Any) -> str:
-    """JSON that an HTML page can hold within a script element.
+    """JSON for a script element of an HTML page.
 
     >>> embedded("</script>")
     '"\\\\u003c/script\\\\u003e"'
@@ -56,5 +56,5 @@ def embedded(value: Any) -> str:
 
 
 def _hash(text: str) -> str:
-    """Hash by which a content security policy names an inline element."""
+    """Hash of an inline element, as a content security policy names it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,4 +1,4 @@
-"""Samples as a run directory has them; it is its user's, who may have put anything there."""
+"""Validation of samples: a run directory belongs to its user, who may have put anything there."""
 
 from __future__ import annotations
 
@@ -9,53 +9,62 @@ from typing import Any
 from relax_hpc.base.rundir import is_map
 from relax_hpc.rollout.sample_log import Sample
 
-_NOTHING = type(None)
-_ENTRIES = {
+Types = Mapping[str, type | tuple[type, ...]]
+"""Types by the names of fields."""
+_NONE = type(None)
+_FIELDS: Types = {
     **dict.fromkeys(("id", "prompt", "response", "finish_reason"), str),
     **dict.fromkeys(("reward", "step", "time"), (int, float)),
-    **dict.fromkeys(("eval", "shard", "answer", "prompt_id"), (str, _NOTHING)),
-    **dict.fromkeys(("tokens", "trained"), (int, _NOTHING)),
-    **dict.fromkeys(("versions", "media", "turns"), (list, _NOTHING)),
-    **dict.fromkeys(("components", "environment", "recording"), (dict, _NOTHING)),
+    **dict.fromkeys(("eval", "shard", "answer", "prompt_id"), (str, _NONE)),
+    **dict.fromkeys(("tokens", "trained"), (int, _NONE)),
+    **dict.fromkeys(("versions", "media", "turns"), (list, _NONE)),
+    **dict.fromkeys(("components", "environment", "recording"), (dict, _NONE)),
 }
-"""Types of the fields that every sample has, and may have."""
-_OF_MEDIUM = {"kind": str, "about": str, "picture": (str, _NOTHING)}
-_OF_CALL = {**dict.fromkeys(("name", "error"), (str, _NOTHING)), "arguments": (dict, _NOTHING)}
-_OF_TURN = {
+"""Types of the fields of a sample; those with a None type are optional."""
+_MEDIUM: Types = {"kind": str, "about": str, "picture": (str, _NONE)}
+_CALL: Types = {**dict.fromkeys(("name", "error"), (str, _NONE)), "arguments": (dict, _NONE)}
+_TURN: Types = {
     **dict.fromkeys(("by", "text"), str),
     "tokens": int,
-    "trained": (int, _NOTHING),
+    "trained": (int, _NONE),
     "versions": list,
-    **dict.fromkeys(("media", "tool_calls"), (list, _NOTHING)),
+    **dict.fromkeys(("media", "tool_calls"), (list, _NONE)),
 }
 
 
-def whole(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Samples that have what they must."""
+def valid_samples(samples: Iterable[Sample]) -> Iterator[Sample]:
+    """Samples with all required fields, without optional fields of a wrong type."""
     for sample in samples:
-        if is_map(sample, **_ENTRIES) and math.isfinite(sample["reward"]):
-            known = _sound(sample, media=_OF_MEDIUM, turns=_OF_TURN)
-            turns = [
-                _sound(turn, media=_OF_MEDIUM, tool_calls=_OF_CALL)
-                for turn in known.get("turns", [])
-            ]
-            components = {"components": _numbers(known.get("components", {}))}
-            yield known | components | ({"turns": turns} if turns else {})
+        if is_map(sample, **_FIELDS) and math.isfinite(sample["reward"]):
+            valid = _valid_entries(sample, media=_MEDIUM, turns=_TURN)
+            valid["components"] = _numbers(valid.get("components", {}))
+            if "turns" in valid:
+                valid["turns"] = [
+                    _valid_entries(turn, media=_MEDIUM, tool_calls=_CALL) for turn in valid["turns"]
+                ]
+            yield valid
 
 
-def _sound(found: Sample, **lists: Mapping[str, Any]) -> Sample:
-    """``found`` without what is null, with those entries of its ``lists`` that are of their
-    kinds."""
-    known = {
-        name: value for name, value in found.items() if value is not None and name not in lists
+def _valid_entries(record: Sample, **lists: Types) -> Sample:
+    """``record`` without null values.
+
+    Of each field in ``lists`` only the entries with the given types are kept.
+    """
+    valid: Sample = {}
+    for name, value in record.items():
+        if value is not None and name not in lists:
+            valid[name] = value
+    for name, types in lists.items():
+        entries = [entry for entry in record.get(name) or [] if is_map(entry, **types)]
+        if entries:
+            valid[name] = entries
+    return valid
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers among ``values``, the components of a reward."""
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value)
     }
-    kept = {
-        name: [one for one in found.get(name) or [] if is_map(one, **kinds)]
-        for name, kinds in lists.items()
-    }
-    return known | {name: entries for name, entries in kept.items() if entries}
-
-
-def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers among the components of a reward."""
-    return {name: v for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}

@@ -1,10 +1,13 @@
-"""`relax-hpc samples RUN --replay ID`: an episode again, against its environment, which is to say
-the same."""
+"""`relax-hpc samples RUN --replay ID`: check that an environment repeats its observations.
+
+The turns of the policy are those of the stored episode.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +20,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.environments.base import EnvironmentFault
-from relax_hpc.ops.observe.sample_reading import whole
+from relax_hpc.ops.observe.sample_reading import valid_samples
 from relax_hpc.rollout.engines.engine import Episode, GenerateRequest, Sampling
 from relax_hpc.rollout.episodes.history import OpenRow
 from relax_hpc.rollout.episodes.recorded_episode import Differs
@@ -29,13 +32,13 @@ from relax_hpc.rollout.samples import PromptSource, draw_key
 from relax_hpc.tasks.files import open_evals, open_train
 
 _ATTEMPTS = 1000
-"""Prompts of a ticket among which that of an episode is looked for: the first one, unless attempts
-have failed."""
+"""Number of a ticket's attempts in which the prompt is searched. It is in the first attempt, unless
+attempts have failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """An episode as samples have it."""
+class StoredEpisode:
+    """An episode in the samples of a run."""
 
     samples: Sequence[Sample]
     """Samples of its rows, in their order."""
@@ -46,7 +49,7 @@ class Kept:
 
     @property
     def ticket(self) -> int:
-        """Ticket, 0 of an evaluation."""
+        """Ticket; 0 in an evaluation."""
         return 0 if "eval" in self.first else int(self.first["id"].partition(".")[0])
 
     @property
@@ -60,7 +63,7 @@ class Kept:
         return sum(len(sample["recording"]["turns"]) for sample in self.samples)
 
     def rows(self) -> list[OpenRow]:
-        """Rows of the episode. ConfigError: they are no more what was recorded."""
+        """Rows of the episode. ConfigError: the recording is damaged."""
         try:
             return [open_row(sample["recording"]) for sample in self.samples]
         except (LookupError, TypeError, ValueError) as error:
@@ -69,106 +72,116 @@ class Kept:
             ) from error
 
 
-def main(folder: str, name: str, of: str = "", step: int | None = None) -> int:
-    """Print whether the environment of the episode ``name`` says the same again; EXIT_CONFIG if it
-    does not.
+def main(folder: str, name: str, eval_set: str = "", step: int | None = None) -> int:
+    """Replay the episode ``name`` and print differences; EXIT_CONFIG if there are any.
 
-    ``of``: evaluation set that it is of; ``step``: see `sample_view.Wanted`. ConfigError: there is
-    no such episode, or the run is another user's: its configuration names programs, which would be
-    run as this one.
+    ``eval_set``: evaluation set of the episode; ``step``: see `sample_view.SampleFilter`.
+    ConfigError: there is no such episode, or the run belongs to another user. Its configuration
+    names programs, which a replay would run with the rights of this user.
     """
     run = RunDir(Path(folder))
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     check_owner(run.root, "--replay")
-    found = find(read_samples(run.samples), name, of, step)
+    stored = find_episode(read_samples(run.samples), name, eval_set, step)
     config, tokenizer = load_resolved(run.root), load_tokenizer(run.model)
     try:
-        again = _again(run, config, tokenizer, found)
+        replayed = _replay(run, config, tokenizer, stored)
     except EnvironmentFault as fault:
         print(f"{name}: {escape_controls(str(fault))}")
         for line in _texts(fault, tokenizer) if isinstance(fault, Differs) else ():
             print(line)
         return EXIT_CONFIG
-    mistakes = list(differences(found, again))
-    told = "; ".join(mistakes) or f"{found.turns} turns, and the same again"
-    print(f"{name}: {escape_controls(told)}")
+    mistakes = list(differences(stored, replayed))
+    result = "; ".join(mistakes) or f"{stored.turns} turns, and the same again"
+    print(f"{name}: {escape_controls(result)}")
     return EXIT_CONFIG if mistakes else EXIT_DONE
 
 
-def find(samples: Iterable[Sample], name: str, of: str = "", step: int | None = None) -> Kept:
-    """The newest episode called ``name``, by the id of a row or without the row's number.
-    ConfigError: there is none."""
-    groups: dict[tuple, list[Sample]] = {}
-    for sample in whole(samples):
-        called = name in (sample["id"], sample["id"].rpartition(".")[0])
-        if (
-            "recording" in sample
-            and sample.get("eval", "") == of
-            and step in (None, sample["step"])
-        ):
-            ticket = "" if of else sample["id"].partition(".")[0]
-            about = sample["step"], sample.get("shard"), sample.get("prompt_id"), ticket
-            groups.setdefault((*about, sample["recording"].get("episode")), []).append(
-                sample | {"called": called}
-            )
-    wanted = [group for group in groups.values() if any(sample["called"] for sample in group)]
-    if not wanted:
+def find_episode(
+    samples: Iterable[Sample], name: str, eval_set: str = "", step: int | None = None
+) -> StoredEpisode:
+    """The newest episode ``name``, which is the id of a row, or an id without the row's number.
+
+    ConfigError: no episode has this name.
+    """
+    episodes: dict[tuple, list[Sample]] = defaultdict(list)
+    matching = set[tuple]()
+    for sample in valid_samples(samples):
+        is_of_set = sample.get("eval", "") == eval_set
+        if "recording" not in sample or not is_of_set or step not in (None, sample["step"]):
+            continue
+        key = (
+            sample["step"],
+            sample.get("shard"),
+            sample.get("prompt_id"),
+            "" if eval_set else sample["id"].partition(".")[0],
+            sample["recording"].get("episode"),
+        )
+        episodes[key].append(sample)
+        if name in (sample["id"], sample["id"].rpartition(".")[0]):
+            matching.add(key)
+    if not matching:
         raise ConfigError(
             f"--replay: found {name!r}, of which no episode against an environment was kept; "
             "allowed: an id that `relax-hpc samples` shows, of an evaluation with --eval SET"
         )
-    newest = max(wanted, key=lambda group: group[0]["time"])
-    return Kept(sorted(newest, key=lambda sample: sample["recording"].get("row", 0)))
+    candidates = [rows for key, rows in episodes.items() if key in matching]
+    newest = max(candidates, key=lambda rows: rows[0]["time"])
+    return StoredEpisode(sorted(newest, key=lambda sample: sample["recording"].get("row", 0)))
 
 
-def differences(found: Kept, again: Episode) -> Iterator[str]:
-    """Differences of an episode that its environment has gone through to an end."""
-    rows = [[*row.prompt, *row.generation.token_ids] for row in again.rows]
-    if rows != [sample["recording"]["token_ids"] for sample in found.samples]:
-        yield "its tokens are others"
-    if (now := again.finish_reason) != (then := found.first["finish_reason"]):
-        yield f"it ended by {then}, and by {now} now"
-    then, now = found.first.get("environment", {}), reported_outcome(again.outcome or {})
-    for what in sorted(then.keys() | now.keys()) if CUT_SHORT not in then else ():
-        if then.get(what) != now.get(what):
-            yield f"{what}: {then.get(what)} then, {now.get(what)} now"
+def differences(stored: StoredEpisode, replayed: Episode) -> Iterator[str]:
+    """Differences between the stored episode and a replay that reached its end."""
+    rows = [[*row.prompt, *row.generation.token_ids] for row in replayed.rows]
+    if rows != [sample["recording"]["token_ids"] for sample in stored.samples]:
+        yield "its tokens differ"
+    stored_reason = stored.first["finish_reason"]
+    if replayed.finish_reason != stored_reason:
+        yield f"it ended by {stored_reason}, and by {replayed.finish_reason} now"
+    then = stored.first.get("environment", {})
+    now = reported_outcome(replayed.outcome or {})
+    if CUT_SHORT in then:
+        return
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            yield f"{name}: {then.get(name)} then, {now.get(name)} now"
 
 
-def _again(run: RunDir, config: Config, tokenizer: Tokenizer, found: Kept) -> Episode:
-    prompt = _prompt(run, config, tokenizer, found)
+def _replay(run: RunDir, config: Config, tokenizer: Tokenizer, stored: StoredEpisode) -> Episode:
+    prompt = _prompt(run, config, tokenizer, stored)
     budget = config.rollout.max_new_tokens
-    if "eval" in found.first:
+    if "eval" in stored.first:
         budget = config.eval.max_new_tokens or budget
     sampling = Sampling(1.0, 1.0, tokenizer.eos_ids, config.seed)
-    request = GenerateRequest(
-        prompt.token_ids, draw_key(found.ticket, prompt), found.number, sampling, budget
-    )
+    key = draw_key(stored.ticket, prompt)
+    request = GenerateRequest(prompt.token_ids, key, stored.number, sampling, budget)
     with tempfile.TemporaryDirectory(prefix="relax-replay-") as media:
-        return asyncio.run(replay(config, tokenizer, prompt, request, found.rows(), Path(media)))
+        return asyncio.run(replay(config, tokenizer, prompt, request, stored.rows(), Path(media)))
 
 
-def _prompt(run: RunDir, config: Config, tokenizer: Tokenizer, found: Kept) -> Prompt:
-    """Prompt of an episode. ConfigError: it is not in its file any more."""
+def _prompt(run: RunDir, config: Config, tokenizer: Tokenizer, stored: StoredEpisode) -> Prompt:
+    """Prompt of an episode. ConfigError: the data set does not have it any more."""
     prompts: Iterable[Prompt]
-    if "eval" in found.first:
-        prompts = open_evals(run, config, tokenizer)[found.first["eval"]]
+    if "eval" in stored.first:
+        prompts = open_evals(run, config, tokenizer)[stored.first["eval"]]
     else:
         source = PromptSource(open_train(run, config, tokenizer), config)
-        prompts = (source.prompt(found.ticket, attempt) for attempt in range(_ATTEMPTS))
-    wanted = found.first["prompt_id"]
-    prompt = next((one for one in prompts if one.prompt_id == wanted), None)
-    if prompt is None:
-        raise ConfigError(
-            f"--replay: prompt {wanted} of {found.first['id']} is not in the file of prompts any "
-            "more"
-        )
-    return prompt
+        prompts = (source.prompt(stored.ticket, attempt) for attempt in range(_ATTEMPTS))
+    prompt_id = stored.first["prompt_id"]
+    for prompt in prompts:
+        if prompt.prompt_id == prompt_id:
+            return prompt
+    raise ConfigError(
+        f"--replay: prompt {prompt_id} of {stored.first['id']} is not in the file of prompts any "
+        "more"
+    )
 
 
 def _texts(fault: Differs, tokenizer: Tokenizer) -> Iterator[str]:
-    for word, tokens in (("then", fault.then), ("now", fault.now)):
-        for number, line in enumerate(
-            escape_controls(tokenizer.decode(tokens)).split("\n") if tokens else ()
-        ):
-            yield f"{word if not number else '':<6}{line}"
+    """Texts of the observation then and now, with labels."""
+    for label, tokens in (("then", fault.then), ("now", fault.now)):
+        if tokens:
+            lines = escape_controls(tokenizer.decode(tokens)).split("\n")
+            yield f"{label:<6}{lines[0]}"
+            yield from (f"{'':<6}{line}" for line in lines[1:])

@@ -1,5 +1,4 @@
-"""Samples as text for a terminal: fitted to its width, in its colours, and nothing in them that it
-would obey."""
+"""Samples as text for a terminal, with colours, line breaks and escaped control characters."""
 
 from __future__ import annotations
 
@@ -12,29 +11,31 @@ from collections.abc import Callable, Iterable, Iterator
 from relax_hpc.base.terminal_text import escape_controls, escape_line, unfiltered, wrap_text
 from relax_hpc.rollout.sample_log import Sample
 
-_LABEL_WIDTH, _LEAST_WIDTH = 9, 20
+_LABEL_WIDTH, _MIN_WIDTH = 9, 20
 _BOLD, _DIM, _RED, _GREEN, _YELLOW = 1, 2, 31, 32, 33
 _SPEAKERS = {"environment": "observed"}
 Paint = Callable[[str, int], str]
 
 
-def show(samples: Iterable[Sample]) -> None:
-    """Print for people; on a terminal in colours, unless NO_COLOR is set, and fitted to its
-    width."""
-    terminal = sys.stdout.isatty()
-    paint = _painted if terminal and not os.environ.get("NO_COLOR") else _plain
-    width = (
-        max(_LEAST_WIDTH, shutil.get_terminal_size().columns - _LABEL_WIDTH - 1)
-        if terminal
-        else sys.maxsize
-    )
+def print_samples(samples: Iterable[Sample]) -> None:
+    """Print samples as text.
+
+    On a terminal lines fit its width, and have colours unless NO_COLOR is set.
+    """
+    is_terminal = sys.stdout.isatty()
+    paint = _painted if is_terminal and not os.environ.get("NO_COLOR") else _plain
+    width = sys.maxsize
+    if is_terminal:
+        width = max(_MIN_WIDTH, shutil.get_terminal_size().columns - _LABEL_WIDTH - 1)
     for sample in samples:
         print("\n".join(lines(sample, width, paint)), end="\n\n", file=unfiltered(sys.stdout))
 
 
 def lines(sample: Sample, width: int, paint: Paint) -> Iterator[str]:
-    """A sample as text: what is known of it, then its texts, ``width`` columns wide, without what a
-    terminal obeys."""
+    """A sample as text of ``width`` columns: its values, then its texts.
+
+    Control characters in it are escaped.
+    """
     yield _head(sample, paint)
     yield from _media(sample, paint)
     yield from _text("prompt", sample["prompt"], width, paint)
@@ -45,56 +46,59 @@ def lines(sample: Sample, width: int, paint: Paint) -> Iterator[str]:
     if sample.get("answer"):
         yield from _text("answer", sample["answer"], width, paint)
     if sample.get("environment"):
-        yield from _text(
-            "outcome", json.dumps(sample["environment"], ensure_ascii=False), width, paint
-        )
+        outcome = json.dumps(sample["environment"], ensure_ascii=False)
+        yield from _text("outcome", outcome, width, paint)
 
 
 def _head(sample: Sample, paint: Paint) -> str:
+    """First line of a sample: step, reward, and other values."""
     reward = sample["reward"]
-    tone = _GREEN if reward > 0 else _RED if reward < 0 else _YELLOW
-    parts = ", ".join(f"{name} {value:.4g}" for name, value in sample["components"].items())
-    place = (
-        f"{sample['eval']} at version {sample['step']}"
-        if "eval" in sample
-        else f"step {sample['step']}"
-    )
-    told = [sample["finish_reason"], *known(sample), *sample.get("versions", []), sample["fate"]]
-    about = "  ".join(
-        map(str, [f"({parts})" if parts else "", *told, sample["id"], sample.get("prompt_id", "")])
-    )
+    colour = _YELLOW
+    if reward:
+        colour = _GREEN if reward > 0 else _RED
+    step = f"step {sample['step']}"
+    if "eval" in sample:
+        step = f"{sample['eval']} at version {sample['step']}"
+    components = ", ".join(f"{name} {value:.4g}" for name, value in sample["components"].items())
+    values = [
+        f"({components})" if components else "",
+        sample["finish_reason"],
+        *token_counts(sample),
+        *sample.get("versions", []),
+        sample["fate"],
+        sample["id"],
+        sample.get("prompt_id", ""),
+    ]
+    rest_of_line = "  ".join(map(str, values))
     return (
-        f"{paint(escape_line(place), _BOLD)}  {paint(f'reward {reward:.4g}', tone)}  "
-        f"{paint(escape_line(about), _DIM)}"
+        f"{paint(escape_line(step), _BOLD)}  {paint(f'reward {reward:.4g}', colour)}  "
+        f"{paint(escape_line(rest_of_line), _DIM)}"
     )
 
 
-def known(part: Sample) -> Iterator[str]:
-    """Number of tokens of a sample, or of a turn, and of those that are trained on, where not all
-    are."""
-    yield f"{part.get('tokens', '?')} tokens"
-    if part.get("trained", part.get("tokens")) != part.get("tokens"):
-        yield f"{part['trained']} trained on"
+def token_counts(record: Sample) -> Iterator[str]:
+    """Number of tokens of a sample or a turn, and of trained tokens if it differs."""
+    yield f"{record.get('tokens', '?')} tokens"
+    if record.get("trained", record.get("tokens")) != record.get("tokens"):
+        yield f"{record['trained']} trained on"
 
 
 def _turn(turn: Sample, width: int, paint: Paint) -> Iterator[str]:
-    about = "  ".join(map(str, [*known(turn), *turn["versions"]]))
-    yield paint(
-        escape_line(f"{_SPEAKERS.get(turn['by'], turn['by']):<{_LABEL_WIDTH}}{about}"), _DIM
-    )
+    speaker = _SPEAKERS.get(turn["by"], turn["by"])
+    values = "  ".join(map(str, [*token_counts(turn), *turn["versions"]]))
+    yield paint(escape_line(f"{speaker:<{_LABEL_WIDTH}}{values}"), _DIM)
     yield from _media(turn, paint)
     yield from _text("", turn["text"].strip("\n"), width, paint)
     for call in turn.get("tool_calls", []):
         arguments = json.dumps(call.get("arguments"), ensure_ascii=False)
-        yield from _text(
-            "call", call.get("error") or f"{call.get('name')} {arguments}", width, paint
-        )
+        text = call.get("error") or f"{call.get('name')} {arguments}"
+        yield from _text("call", text, width, paint)
 
 
-def _media(part: Sample, paint: Paint) -> Iterator[str]:
-    for one in part.get("media", []):
-        label = paint(f"{escape_line(one['kind']):<{_LABEL_WIDTH}}", _DIM)
-        yield f"{label}{escape_line(one['about'])}"
+def _media(record: Sample, paint: Paint) -> Iterator[str]:
+    for medium in record.get("media", []):
+        label = paint(f"{escape_line(medium['kind']):<{_LABEL_WIDTH}}", _DIM)
+        yield f"{label}{escape_line(medium['about'])}"
 
 
 def _text(name: str, text: str, width: int, paint: Paint) -> Iterator[str]:

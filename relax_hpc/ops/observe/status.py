@@ -1,5 +1,4 @@
-"""Status of a run: from the hub if it answers, from Slurm if it answers, and from the run directory
-in any case."""
+"""Status of a run, from the run directory, and from the hub and Slurm if they answer."""
 
 from __future__ import annotations
 
@@ -30,105 +29,108 @@ from relax_hpc.config.groups import trainers_of
 from relax_hpc.config.roles import POLICY
 from relax_hpc.net.rendezvous.life_signs import read_activity
 from relax_hpc.net.rendezvous.roster import latest_card
-from relax_hpc.ops.observe.run_state import exit_code, is_full, signs_of, state_of
+from relax_hpc.ops.observe.run_state import decide_state, exit_code, is_disk_full, read_signs
 from relax_hpc.ops.observe.status_groups import all_names, group_status
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.records import OBSERVER_INCARNATION
 
 SLURM_S = 2.0
-"""Seconds for an answer of slurmctld, which serves the whole cluster: one question a look, and no
-second try."""
+"""Seconds to wait for slurmctld. It serves the whole cluster, so a status makes one query without
+a retry."""
 _MARKER = "COMPLETE.json"
-_LEFT_OUT = "queue/bad_prompt_"
-_PACE = 20
-"""Steps by which the pace of a run is measured."""
+_SKIPPED_ROWS = "queue/bad_prompt_"
+_PACE_STEPS = 20
+"""Number of last steps over which the pace of a run is measured."""
 
 
 def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> dict[str, Any]:
-    """Everything that is known; JSON values. `hub`: it answered within ``patience_s``.
+    """Status of a run as JSON values. Unknown values are None or missing.
 
-    ``slurm``: None does not ask for jobs. What could not be found out is None, or absent.
+    ``patience_s``: time to wait for the hub; `hub` says whether it answered. ``slurm``: None skips
+    the query of jobs.
     """
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     config = load_resolved(run.root)
-    finished, asked = run.finished.exists(), read_stop_request(run)
-    found = {} if finished else _ask_hub(run, config, patience_s)
-    jobs, squeue = _jobs(run, config, slurm)
-    about = {
+    finished, stop = run.finished.exists(), read_stop_request(run)
+    hub = {} if finished else _query_hub(run, config, patience_s)
+    jobs, squeue_answers = _jobs(run, config, slurm)
+    groups = {
+        name: group_status(run, config, name, hub, jobs, squeue_answers, bool(stop))
+        for name in all_names(run, config, jobs)
+    }
+    result: dict[str, Any] = {
         "run_dir": str(run.root),
         "name": config.name,
         "layout": config.layout,
         "time": time.time(),
         "finished": finished,
-        "hub": bool(found),
-        "squeue": squeue,
-        "stop": asked,
+        "hub": bool(hub),
+        "squeue": squeue_answers,
+        "stop": stop,
         "jobs": _job_rows(run, jobs),
         "excluded_nodes": excluded_nodes(run),
         "checkpoint": last_checkpoint(run, config),
         "preparing": read_activity(run.preparing),
-        "groups": {
-            name: group_status(run, config, name, found, jobs, squeue, bool(asked))
-            for name in all_names(run, config, jobs)
-        },
+        "groups": groups,
     }
-    about |= _training(run, config, found) | found | {"weights": _weights(found)}
-    about.setdefault("disk", [] if finished else _full(run))
-    about["unsaved"] = find_unsaved_work(config, found.get("beats", {}), about["trained_steps"])
-    about["without"] = _without(run, config, about["weights"])
-    about["waits"] = find_waits(config, found.get("lacking", {}), about["groups"])
-    state = state_of(signs_of(run, config, jobs.values() if squeue else None, about["hub"]))
-    return about | {"state": state, "exit_code": exit_code(state, asked)}
+    result |= _training(run, config, hub) | hub | {"weights": _weights(hub)}
+    result.setdefault("disk", [] if finished else _full_disk(run))
+    result["unsaved"] = find_unsaved_work(config, hub.get("beats", {}), result["trained_steps"])
+    result["without"] = _removed_engines(run, config, result["weights"])
+    result["waits"] = find_waits(config, hub.get("lacking", {}), groups)
+    signs = read_signs(run, config, jobs.values() if squeue_answers else None, result["hub"])
+    state = decide_state(signs)
+    return result | {"state": state, "exit_code": exit_code(state, stop)}
 
 
 def last_checkpoint(run: RunDir, config: Config) -> dict[str, Any] | None:
-    """{"step", "path", "age_s"} of the newest whole checkpoint: all roles that train have saved
-    their part of it."""
-    others = [role for role in trainers_of(config.groups) if role != POLICY]
-    steps = [
-        {step for step, path in run.saved(role) if (path / _MARKER).exists()} for role in others
-    ]
-    parts = [(step, path) for step, path in run.saved() if (path / _MARKER).exists()]
-    whole = [(step, path) for step, path in parts if all(step in saved for saved in steps)]
-    if not whole:
+    """{"step", "path", "age_s"} of the newest complete checkpoint.
+
+    A checkpoint is complete when each trainer has saved its part.
+    """
+    complete = [(step, path) for step, path in run.saved() if (path / _MARKER).exists()]
+    for role in trainers_of(config.groups):
+        if role != POLICY:
+            saved = {step for step, path in run.saved(role) if (path / _MARKER).exists()}
+            complete = [(step, path) for step, path in complete if step in saved]
+    if not complete:
         return None
-    step, path = max(whole, key=lambda found: (found[1] / _MARKER).stat().st_mtime)
-    return {
-        "step": step,
-        "path": str(path),
-        "age_s": time.time() - (path / _MARKER).stat().st_mtime,
-    }
+    times = {path: (path / _MARKER).stat().st_mtime for _, path in complete}
+    step, path = max(complete, key=lambda checkpoint: times[checkpoint[1]])
+    return {"step": step, "path": str(path), "age_s": time.time() - times[path]}
 
 
-def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, Any]:
-    """Steps, pace and throughput; the metrics file knows them while the hub does not answer."""
+def _training(run: RunDir, config: Config, hub: dict[str, Any]) -> dict[str, Any]:
+    """Steps, pace and throughput, from the metrics file if the hub does not answer."""
     all_rows = read_metrics(run.root)
     rows = [row for row in all_rows if is_step(row)]
-    trained = found.get("trained_steps", rows[-1]["step"] + 1 if rows else 0)
-    # What lies between two lives of the hub says nothing of the pace.
-    last = [row for row in rows[-_PACE:] if row["incarnation"] == rows[-1]["incarnation"]]
-    pace = (last[-1]["time"] - last[0]["time"]) / (len(last) - 1) if len(last) > 1 else None
-    end = rows[-1] if rows else {}
-    dropped = read_map(run.finished, dropped=dict).get("dropped", _counts(end, "queue/dropped_"))
+    newest = rows[-1] if rows else {}
+    trained = hub.get("trained_steps", newest["step"] + 1 if rows else 0)
+    # Steps of an earlier incarnation of the hub are excluded: the pause of a restart is no pace.
+    recent = [row for row in rows[-_PACE_STEPS:] if row["incarnation"] == newest["incarnation"]]
+    step_s = None
+    if len(recent) > 1:
+        step_s = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1)
+    dropped = read_map(run.finished, dropped=dict).get("dropped", _counts(newest, "queue/dropped_"))
     return {
         "trained_steps": trained,
         "steps": config.steps,
-        "step_s": pace,
-        "eta_s": pace * (config.steps - trained) if pace is not None else None,
-        "reward": end.get("reward/mean"),
-        "nothing_learned": why_nothing_learned(end, config.algorithm.updates),
-        "tokens_per_s": end.get("perf/rollout_tokens_per_s"),
-        "shares": {"steps": len(last), "roles": shares_of_time(last)},
+        "step_s": step_s,
+        "eta_s": step_s * (config.steps - trained) if step_s is not None else None,
+        "reward": newest.get("reward/mean"),
+        "nothing_learned": why_nothing_learned(newest, config.algorithm.updates),
+        "tokens_per_s": newest.get("perf/rollout_tokens_per_s"),
+        "shares": {"steps": len(recent), "roles": shares_of_time(recent)},
         "dropped": dropped,
         "held_out": _held_out(all_rows),
         "failures": failures_of(run),
-        "left_out": _counts(end, _LEFT_OUT),
+        "left_out": _counts(newest, _SKIPPED_ROWS),
     }
 
 
 def _counts(row: Mapping[str, Any], prefix: str) -> dict[str, int]:
-    """Counts in a row of metrics by what is behind the ``prefix`` of their tags."""
+    """Counts in a row of metrics whose tags begin with ``prefix``, by the end of the tag."""
     values = {
         tag.removeprefix(prefix): value for tag, value in row.items() if tag.startswith(prefix)
     }
@@ -136,7 +138,7 @@ def _counts(row: Mapping[str, Any], prefix: str) -> dict[str, int]:
 
 
 def _held_out(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """{"step", "scores"} of the newest evaluation, by names of metrics without `eval/`."""
+    """{"step", "scores"} of the newest evaluation; scores have their tags without `eval/`."""
     for row in reversed(rows):
         scores = {
             tag.removeprefix("eval/"): value
@@ -155,31 +157,34 @@ def failures_of(run: RunDir) -> list[dict[str, str]]:
     ]
 
 
-def _without(run: RunDir, config: Config, weights: dict[str, Any] | None) -> dict[str, str]:
-    """State of engines that are to serve no more: `leaving`, or `left`."""
+def _removed_engines(run: RunDir, config: Config, weights: dict[str, Any] | None) -> dict[str, str]:
+    """Engines in rollout.without: `leaving` while they still serve, then `left`."""
     served = weights["served"] if weights else {}
-    layers = [name for name, group in config.groups.items() if "rollout" in group.roles]
-    names = (name for group in layers for name in load_resolved(run.root, group).rollout.without)
-    return {name: "leaving" if name in served else "left" for name in names}
+    states = dict[str, str]()
+    for group_name, group in config.groups.items():
+        if "rollout" in group.roles:
+            for engine in load_resolved(run.root, group_name).rollout.without:
+                states[engine] = "leaving" if engine in served else "left"
+    return states
 
 
-def _weights(found: dict[str, Any]) -> dict[str, Any] | None:
-    """Newest version, what each engine serves, and how many versions the slowest is behind."""
-    if not found.get("newest"):
+def _weights(hub: dict[str, Any]) -> dict[str, Any] | None:
+    """Newest version, the version of each engine, and the largest lag of an engine."""
+    if not hub.get("newest"):
         return None
-    newest = Version.parse(found["newest"]).number
-    # One that left, or is being replaced, serves a version of no incarnation.
+    newest = Version.parse(hub["newest"]).number
+    # An engine that has left or is being replaced reports a version without an incarnation.
     served = {
         name: version
-        for name, version in found["readers"].items()
+        for name, version in hub["readers"].items()
         if Version.parse(version).incarnation
     }
-    behind = [newest - Version.parse(version).number for version in served.values()]
-    return {"newest": found["newest"], "served": served, "lag": max(behind, default=0)}
+    lags = [newest - Version.parse(version).number for version in served.values()]
+    return {"newest": hub["newest"], "served": served, "lag": max(lags, default=0)}
 
 
 def _jobs(run: RunDir, config: Config, slurm: Slurm | None) -> tuple[dict[str, SlurmJob], bool]:
-    """Jobs of the run that squeue knows, and whether it answered."""
+    """Jobs of the run in squeue, and whether squeue answered."""
     if slurm is None or not any(run.submit.glob("jobs/*.json")):
         return {}, False
     try:
@@ -193,19 +198,23 @@ def _job_rows(run: RunDir, jobs: dict[str, SlurmJob]) -> list[dict[str, Any]]:
     rows = []
     for job in jobs.values():
         entry = entries.get(job.id)
-        about = {"job": job.id, "name": job.name, "kind": entry.kind if entry else "component"}
-        about |= {
-            "state": job.state,
-            "reason": "" if job.reason == "None" else job.reason,
-            "nodes": job.node_list,
-        }
-        rows.append(about | {"time_left_s": job.time_left_s})
+        rows.append(
+            {
+                "job": job.id,
+                "name": job.name,
+                "kind": entry.kind if entry else "component",
+                "state": job.state,
+                "reason": "" if job.reason == "None" else job.reason,
+                "nodes": job.node_list,
+                "time_left_s": job.time_left_s,
+            }
+        )
     return sorted(rows, key=lambda row: int(row["job"]))
 
 
-def _full(run: RunDir) -> list[dict[str, Any]]:
-    """Signs of a full disk that can be seen without writing to it."""
-    if not is_full(run):
+def _full_disk(run: RunDir) -> list[dict[str, Any]]:
+    """An entry of `disk` if the disk is full, as far as this is visible without writing to it."""
+    if not is_disk_full(run):
         return []
     return [
         {
@@ -218,14 +227,16 @@ def _full(run: RunDir) -> list[dict[str, Any]]:
     ]
 
 
-def _ask_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:
+def _query_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:
+    """The hub's answer, or an empty dictionary."""
     card = latest_card(run, "hub")
     if card is None or not card.endpoint or all_ended(run, config, "hub"):
-        # Nobody is waited for who has not begun, or has said that it ended.
+        # Do not wait for a hub that has not started, or has recorded its end.
         return {}
     try:
         with QueueClient(run, config, "observer", OBSERVER_INCARNATION) as client:
             return client.status.get(timeout=patience_s).result().message()
     except RelaxError:
-        # Another user may read the run directory and not its token, which the hub asks for.
+        # For example: another user can read the run directory, but not the token that the hub
+        # requires.
         return {}

@@ -29,7 +29,7 @@ from relax_hpc.queue.client import BEAT_FILE_S
 
 _SUSPECT_BEATS = 2
 ALIVE = ("running", "suspect", "restarting")
-"""States of groups by which a run goes on."""
+"""States of groups whose processes live or will be restarted."""
 _BEAT = dict.fromkeys(("time", "gap_s", "busy_s", "progress"), (int, float))
 
 
@@ -40,8 +40,8 @@ def all_names(run: RunDir, config: Config, jobs: dict[str, SlurmJob]) -> list[st
         for entry in Ledger(run).entries()
         if entry.kind == "group" and entry.job in jobs
     ]
-    found = dict.fromkeys([*members_of(run, config), *sorted(queued)])
-    return [name for name in found if name in config.groups or _shown(run, config, name, jobs)]
+    names = dict.fromkeys([*members_of(run, config), *sorted(queued)])
+    return [name for name in names if name in config.groups or _is_shown(run, config, name, jobs)]
 
 
 def group_status(
@@ -50,136 +50,137 @@ def group_status(
     name: str,
     hub: dict[str, Any],
     jobs: dict[str, SlurmJob],
-    squeue: bool,
-    over: bool,
+    squeue_answers: bool,
+    is_over: bool,
 ) -> dict[str, Any]:
-    """State, incarnation, place and work of a group.
+    """State, incarnation, nodes and work of a group.
 
-    ``hub``: its controller's answer, empty if there was none; ``squeue``: it answered, so other
-    jobs are gone; ``over``: the run was asked to stop.
+    ``hub``: its answer, or empty. ``squeue_answers``: ``jobs`` are all jobs, others have ended.
+    ``is_over``: a stop of the run was requested.
     """
     incarnation, card = latest_incarnation(run, name), latest_card(run, name)
     beats = _beats(run, name, incarnation, hub)
     ages = [beat["age_s"] for beat in beats] or ([0.0] if name == "hub" and hub else [])
-    job_id = queued_component(run, config, name, jobs) or current_job(
-        run, name, jobs if squeue else None
-    )
+    job_id = queued_component(run, config, name, jobs)
+    job_id = job_id or current_job(run, name, jobs if squeue_answers else None)
     job = jobs.get(job_id)
     ranks = card.ranks if card and card.incarnation == incarnation else []
-    about = {
+    rank_nodes = sorted({rank.get("node", "") for rank in ranks} - {""})
+    result: dict[str, Any] = {
         "incarnation": incarnation,
         "ranks": len(ranks),
         "roles": roles_of(config, name),
         "job": job_id,
-        "nodes": job.node_list
-        if job
-        else ",".join(sorted({rank.get("node", "") for rank in ranks} - {""})),
+        "nodes": job.node_list if job else ",".join(rank_nodes),
         "time_left_s": job.time_left_s if job else None,
-        "age_s": _age_s(run, name, incarnation),
+        "age_s": _incarnation_age_s(run, name, incarnation),
         "last_beat_s": min(ages, default=None),
         "longest_gap_s": max((beat["gap_s"] for beat in beats), default=None),
         "busy_s": max((beat["busy_s"] for beat in beats), default=None),
-        "doing": doing(beats),
+        "doing": describe_activity(beats),
         "puts": sum(beat["progress"] for beat in beats),
         "ahead": started_ahead(run, name, incarnation),
     }
     if "actor" in group_of(config, name).roles and hub:
-        about["step"] = hub["trained_steps"]
-    lives = bool(hub) or _hub_beats(run, config)
-    gone = squeue and bool(about["job"]) and job is None
-    over = over or not lives or name not in config.groups or gone
-    there = not hub and any(map(is_running, beats))
-    state, reason = _state(run, config, name, about, job, lives, over, there)
-    if gone and not hub and state in ALIVE:
-        # Slurm leaves no process of a job behind, however young its last beat is.
-        state, reason = "ended", f"job {about['job']} is gone"
-    return {"state": state, "reason": reason} | about
+        result["step"] = hub["trained_steps"]
+    is_run_alive = bool(hub) or _has_beats(run, config)
+    is_job_gone = squeue_answers and bool(job_id) and job is None
+    is_over = is_over or not is_run_alive or name not in config.groups or is_job_gone
+    may_run = not hub and any(map(is_running, beats))
+    state, reason = _state(run, config, name, result, job, is_run_alive, is_over, may_run)
+    if is_job_gone and not hub and state in ALIVE:
+        # Slurm leaves no process of an ended job, even if the last beat is recent.
+        state, reason = "ended", f"job {job_id} is not in the queue"
+    return {"state": state, "reason": reason} | result
 
 
 def started_ahead(run: RunDir, name: str, incarnation: int) -> list[dict[str, Any]]:
-    """Roles that wait, with all imported, to be an incarnation after this one: see
-    `relax_hpc.roles.start_ahead`."""
-    found = []
+    """Roles that are started ahead for an incarnation after this one: `roles.start_ahead`."""
+    standbys = []
     for path in sorted((run.root / "logs" / name).glob("inc-*/ahead-*.json")):
         number = int(path.parent.name.removeprefix("inc-"))
-        if number > incarnation and (about := read_map(path, memory_mb=int)):
+        report = read_map(path, memory_mb=int)
+        if number > incarnation and report:
             role = path.stem.removeprefix("ahead-")
-            found.append({"incarnation": number, "role": role, "memory_mb": about["memory_mb"]})
-    return found
+            standbys.append({"incarnation": number, "role": role, "memory_mb": report["memory_mb"]})
+    return standbys
 
 
-def doing(beats: Iterable[Mapping[str, Any]]) -> str:
-    """Words for what the processes of ``beats`` are doing: the one that has been at it for the
-    longest."""
-    told = max(
-        (beat for beat in beats if beat.get("doing")),
-        key=lambda beat: beat["doing_s"],
-        default=None,
-    )
-    return f"{told['doing']} ({told['doing_s']:.0f} s)" if told else ""
+def describe_activity(beats: Iterable[Mapping[str, Any]]) -> str:
+    """The longest current activity among the processes of ``beats``, with its seconds."""
+    active = [beat for beat in beats if beat.get("doing")]
+    if not active:
+        return ""
+    longest = max(active, key=lambda beat: beat["doing_s"])
+    return f"{longest['doing']} ({longest['doing_s']:.0f} s)"
 
 
 def _state(
     run: RunDir,
     config: Config,
     name: str,
-    about: dict[str, Any],
+    group: dict[str, Any],
     job: SlurmJob | None,
-    lives: bool,
-    over: bool,
-    there: bool,
+    is_run_alive: bool,
+    is_over: bool,
+    may_run: bool,
 ) -> tuple[str, str]:
-    """A word, and why where that helps. ``there``: something of it runs, though it may not be able
-    to say so."""
-    if run.finished.exists() or (about["incarnation"] and all_done(run, config, name)):
+    """State of a group, and a reason for some states.
+
+    ``may_run``: a process of the group runs, but perhaps cannot write a beat.
+    """
+    incarnation = group["incarnation"]
+    if run.finished.exists() or (incarnation and all_done(run, config, name)):
         return "done", ""
     if job and job.state == "PENDING":
         return "queued", job.reason
-    marks = (read_mark(run, name, about["incarnation"], role) for role in about["roles"])
-    if ended := [mark for mark in marks if mark and mark["status"] != "done"]:
-        return "ended" if over else "restarting", ended[0]["reason"]
-    if about["last_beat_s"] is None:
-        started = read_launch(run, name, about["incarnation"]) is not None
-        if job or (lives and started):
+    for role in group["roles"]:
+        mark = read_mark(run, name, incarnation, role)
+        if mark and mark["status"] != "done":
+            return "ended" if is_over else "restarting", mark["reason"]
+    if group["last_beat_s"] is None:
+        started = read_launch(run, name, incarnation) is not None
+        if job or (is_run_alive and started):
             return "starting", ""
         return ("ended", "left no mark") if started else ("absent", "never started")
-    return _by_beat(about["last_beat_s"], config.liveness, lives, there)
+    return _state_by_beat(group["last_beat_s"], config.liveness, is_run_alive, may_run)
 
 
-def _by_beat(age_s: float, limits: LivenessConfig, lives: bool, there: bool) -> tuple[str, str]:
-    said = f"no sign for {age_s:.0f} s"
-    # It may be in the files alone, which are written more seldom than the hub is told.
-    found = Evidence(beats=[{"age_s": age_s - BEAT_FILE_S, "busy_s": 0.0}])
-    if verdict(found, limits).fate is Fate.DEAD:
-        # On a full disk nobody can leave a sign.
-        return ("suspect" if there else "dead", said) if lives else ("ended", "left no mark")
-    # Without the hub only the files are seen, which are written more seldom.
-    allowed = (_SUSPECT_BEATS * limits.beat_s) + (0.0 if lives else BEAT_FILE_S)
-    return ("suspect", said) if age_s > max(allowed, 1.0) else ("running", "")
+def _state_by_beat(
+    age_s: float, limits: LivenessConfig, is_run_alive: bool, may_run: bool
+) -> tuple[str, str]:
+    """State of a group by the age of its newest beat."""
+    silence = f"no sign for {age_s:.0f} s"
+    # The newest beat may be in a file, and files are written less often than messages to the hub.
+    evidence = Evidence(beats=[{"age_s": age_s - BEAT_FILE_S, "busy_s": 0.0}])
+    if verdict(evidence, limits).fate is Fate.DEAD:
+        if not is_run_alive:
+            return "ended", "left no mark"
+        # On a full disk a living process cannot write a beat.
+        return "suspect" if may_run else "dead", silence
+    # Without the hub only files are visible.
+    allowed = (_SUSPECT_BEATS * limits.beat_s) + (0.0 if is_run_alive else BEAT_FILE_S)
+    return ("suspect", silence) if age_s > max(allowed, 1.0) else ("running", "")
 
 
 def _beats(run: RunDir, name: str, incarnation: int, hub: dict[str, Any]) -> list[dict[str, Any]]:
-    """Newest beat of each process of an incarnation: as the hub has them, else as the processes
-    leave them."""
-    if found := [
-        b
-        for b in hub.get("beats", {}).values()
-        if (b["group"], b["incarnation"]) == (name, incarnation)
-    ]:
-        return found
-    beats = (
-        read_map(path, incarnation=int, **_BEAT)
-        for path in run.rendezvous(name).glob("beat-*.json")
-    )
-    mine = (
+    """Newest beat of each process of an incarnation: from the hub, or else from files."""
+    from_hub = [
         beat
-        for beat in beats
-        if beat and beat["incarnation"] == incarnation and not has_ended(beat)
-    )
-    return [beat | {"age_s": time.time() - beat["time"]} for beat in mine]
+        for beat in hub.get("beats", {}).values()
+        if (beat["group"], beat["incarnation"]) == (name, incarnation)
+    ]
+    if from_hub:
+        return from_hub
+    beats = []
+    for path in run.rendezvous(name).glob("beat-*.json"):
+        beat = read_map(path, incarnation=int, **_BEAT)
+        if beat and beat["incarnation"] == incarnation and not has_ended(beat):
+            beats.append(beat | {"age_s": time.time() - beat["time"]})
+    return beats
 
 
-def _age_s(run: RunDir, name: str, incarnation: int) -> float | None:
+def _incarnation_age_s(run: RunDir, name: str, incarnation: int) -> float | None:
     """Age of the incarnation, seconds."""
     try:
         return time.time() - (run.rendezvous(name) / f"inc-{incarnation:06d}.claim").stat().st_mtime
@@ -187,9 +188,8 @@ def _age_s(run: RunDir, name: str, incarnation: int) -> float | None:
         return None
 
 
-def _hub_beats(run: RunDir, config: Config) -> bool:
-    """Whether somebody beats in files, or certainly runs, where the hub does not answer; and has
-    not said that it ended."""
+def _has_beats(run: RunDir, config: Config) -> bool:
+    """Whether a group that has not recorded its end has a recent beat in files, or runs here."""
     limit = config.liveness.lease_s + BEAT_FILE_S
     names = [name for name in config.groups if not all_ended(run, config, name)]
     return any(
@@ -198,8 +198,8 @@ def _hub_beats(run: RunDir, config: Config) -> bool:
     )
 
 
-def _shown(run: RunDir, config: Config, name: str, jobs: dict[str, SlurmJob]) -> bool:
-    """Whether a group is shown: members that were drained are not."""
+def _is_shown(run: RunDir, config: Config, name: str, jobs: dict[str, SlurmJob]) -> bool:
+    """Whether an elastic member is shown: it runs or is queued. Drained members are hidden."""
     incarnation = latest_incarnation(run, name)
     ended = bool(incarnation) and all(
         read_mark(run, name, incarnation, role) for role in roles_of(config, name)

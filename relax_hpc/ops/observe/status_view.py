@@ -1,5 +1,4 @@
-"""`relax-hpc status`: what `relax_hpc.ops.observe.status` finds, for people and for programs, once
-or again and again."""
+"""`relax-hpc status`: print the status of a run as text or as JSON, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -16,14 +16,14 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.terminal_text import escape_line, log_entry, unfiltered
 from relax_hpc.cluster.slurm.commands import Slurm
-from relax_hpc.cluster.supervise.unsaved_work import describe_unsaved_work as unsaved_in_words
-from relax_hpc.ops.observe.run_state import OVER
+from relax_hpc.cluster.supervise.unsaved_work import describe_unsaved_work
+from relax_hpc.ops.observe.run_state import FINAL_STATES
 from relax_hpc.ops.observe.status import SLURM_S, status
 from relax_hpc.ops.observe.status_groups import ALIVE
 from relax_hpc.ops.observe.text_table import Column, aligned, fitted, shorten_line
 
 MIN_WATCH_S = 2.0
-_SHOWN = 0.01
+_MIN_SHARE = 0.01
 _CLEAR = "\x1b[H\x1b[J"
 _COLUMNS = (
     Column("GROUP"),
@@ -44,18 +44,20 @@ _MAX_STATE_LINES = 3
 
 
 def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
-    """Print it; with ``watch_s`` every so many seconds until the run ends. See `states.exit_code`
-    for what it says."""
+    """Print the status, with ``watch_s`` repeatedly until the run ends.
+
+    Returns `run_state.exit_code`.
+    """
     if watch_s is not None and watch_s < MIN_WATCH_S:
         raise ConfigError(
             f"--watch: found {watch_s:g}, allowed: at least {MIN_WATCH_S:g} s (slurmctld serves "
-            "everyone)"
+            "all users)"
         )
-    run, slurm = RunDir(root), Slurm(timeout_s=SLURM_S, tries=1)
+    run, slurm = RunDir(Path(root)), Slurm(timeout_s=SLURM_S, tries=1)
     clears = watch_s is not None and sys.stdout.isatty()
     while True:
         run_status = status(run, slurm=slurm)
-        is_over = run_status["state"] in OVER
+        is_over = run_status["state"] in FINAL_STATES
         if as_json:
             text = json.dumps(run_status)
         elif clears:
@@ -70,16 +72,18 @@ def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
 
 
 def lines(run_status: dict[str, Any]) -> Iterator[str]:
-    """A status as text: what matters most first, then the groups, then details."""
-    yield log_entry(f"{run_status['run_dir']}: {run_status['state']}{_why(run_status)}")
+    """A status as text: state and results, then the groups, then details."""
+    yield log_entry(f"{run_status['run_dir']}: {run_status['state']}{_describe_stop(run_status)}")
     yield from map(escape_line, _results(run_status))
     yield from aligned(_COLUMNS, _group_rows(run_status))
     yield from map(log_entry, _details(run_status))
 
 
-def fitted_lines(run_status: dict[str, Any], width: int, height: int | None) -> list[str]:
-    """The same in ``width`` columns and ``height`` lines: of what does not fit the details are left
-    out, then groups that run. ``height`` None: any number of lines."""
+def screen_lines(run_status: dict[str, Any], width: int, height: int | None) -> list[str]:
+    """The status in ``width`` columns and ``height`` lines.
+
+    If it is too long, details are dropped first, then running groups. ``height`` None: no limit.
+    """
     results = [shorten_line(escape_line(line), width) for line in _results(run_status)]
     top = [*_state_lines(run_status, width), *results]
     table = fitted(_COLUMNS, _group_rows(run_status), width)
@@ -94,18 +98,18 @@ def fitted_lines(run_status: dict[str, Any], width: int, height: int | None) -> 
 
 def _for_screen(run_status: dict[str, Any], is_over: bool) -> list[str]:
     size = shutil.get_terminal_size()
-    # A line that is as wide as the terminal would be followed by an empty one; the cursor needs a
-    # line as well. The last status of a run stays on the terminal, whole.
-    return fitted_lines(run_status, size.columns - 1, None if is_over else size.lines - 1)
+    # A terminal adds an empty line after a line of its full width, and the cursor needs a line.
+    # The last status of a run stays on the screen, so it is printed completely.
+    return screen_lines(run_status, size.columns - 1, None if is_over else size.lines - 1)
 
 
 def _state_lines(run_status: dict[str, Any], width: int) -> list[str]:
-    """The run's folder and state; of a long path the end, and of a long reason the beginning."""
+    """Folder and state of the run. A long path is cut at its start, a long reason at its end."""
     root = run_status["run_dir"]
-    state = " ".join(f"{run_status['state']}{_why(run_status)}".split())
-    room = max(width // 3, width - len(state) - 2)
-    if len(root) > room:
-        root = f"..{root[2 - room :]}"
+    state = " ".join(f"{run_status['state']}{_describe_stop(run_status)}".split())
+    root_width = max(width // 3, width - len(state) - 2)
+    if len(root) > root_width:
+        root = f"..{root[2 - root_width :]}"
     wrapped = wrap(f"{root}: {state}", width, subsequent_indent="  ", break_on_hyphens=False)
     if len(wrapped) > _MAX_STATE_LINES:
         wrapped = wrapped[:_MAX_STATE_LINES]
@@ -114,24 +118,25 @@ def _state_lines(run_status: dict[str, Any], width: int) -> list[str]:
 
 
 def _fit_height(table: list[str], height: int) -> list[str]:
-    """Lines of a table that fit; the last one says how many groups are left out."""
+    """The first lines of a table; the last line has the number of groups that do not fit."""
     if len(table) <= height:
         return table
     if height <= 0:
         return []
     shown = table[: height - 1]
     # The first line of the table has the titles.
-    left_out = len(table) - max(1, len(shown))
-    return [*shown, f"{left_out} more groups"]
+    hidden = len(table) - max(1, len(shown))
+    return [*shown, f"{hidden} more groups"]
 
 
 def _results(run_status: dict[str, Any]) -> Iterator[str]:
-    """Progress, reward and checkpoint of a run, and whatever keeps it from getting on."""
+    """Progress, reward and checkpoint of a run, and problems that delay it."""
     rate = f"  {run_status['tokens_per_s']:.0f} tok/s" if run_status["tokens_per_s"] else ""
     reward = f"  reward {run_status['reward']:.3f}" if run_status["reward"] is not None else ""
     step = f"step {run_status['trained_steps']}/{run_status['steps']}"
     yield f"{step}  eta {duration(_eta(run_status))}{reward}{rate}"
-    if held_out := run_status.get("held_out"):
+    held_out = run_status.get("held_out")
+    if held_out:
         scores = "  ".join(f"{name} {value:.3f}" for name, value in held_out["scores"].items())
         yield f"held-out: {scores}  (weights of step {held_out['step']})"
     saved = run_status["checkpoint"]
@@ -140,18 +145,18 @@ def _results(run_status: dict[str, Any]) -> Iterator[str]:
     else:
         yield "checkpoint: none yet"
     if run_status.get("unsaved"):
-        yield f"checkpoint: {unsaved_in_words(run_status['unsaved'])}"
+        yield f"checkpoint: {describe_unsaved_work(run_status['unsaved'])}"
     for disk in run_status.get("disk", ()):
         waiting = f"waits {duration(disk['seconds'])} for"
         if disk["loose"]:
-            waiting = "keeps the data that it cannot write to"
+            waiting = "keeps in memory the data that it cannot write to"
         yield f"disk: {disk['who']} {waiting} {describe_wait(disk)}"
     if run_status.get("nothing_learned"):
         yield f"nothing was learned from rewards in the last step: {run_status['nothing_learned']}"
     if run_status["preparing"]:
         yield f"preparing: {run_status['preparing']}"
     for wait in run_status["waits"]:
-        yield _wait(wait)
+        yield _wait_line(wait)
 
 
 def _details(run_status: dict[str, Any]) -> Iterator[str]:
@@ -159,13 +164,14 @@ def _details(run_status: dict[str, Any]) -> Iterator[str]:
     for failure in run_status.get("failures", ())[:_MAX_FAILURES]:
         yield f"first failure: {failure['headline']}"
     yield f"dropped: {_counts(run_status['dropped']) or 'nothing'}"
-    if left_out := run_status.get("left_out"):
-        yield f"rows left out: {_counts(left_out)}"
+    if run_status.get("left_out"):
+        yield f"rows left out: {_counts(run_status['left_out'])}"
     if run_status.get("noted"):
         yield f"noted: {_counts(run_status['noted'])}"
-    if weights := run_status["weights"]:
+    weights, without = run_status["weights"], run_status["without"]
+    if weights:
         yield f"weights: newest {weights['newest']}, slowest engine {weights['lag']} behind"
-    if without := run_status["without"]:
+    if without:
         names = ", ".join(f"{name} ({state})" for name, state in without.items())
         yield f"without: {names} (rollout.without)"
     if run_status["hub"]:
@@ -179,14 +185,14 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _group_rows(run_status: dict[str, Any]) -> list[list[str]]:
-    """Cells of each group. Groups that do not run come first, because people look for them."""
+    """Cells of each group; groups with a problem come first."""
     groups = run_status["groups"].items()
     ordered = sorted(groups, key=lambda item: item[1]["state"] in ("running", "done"))
     return [[name, *_cells(group)] for name, group in ordered]
 
 
 def duration(seconds: float | None) -> str:
-    """Two units at most: 0.4s, 42s, 4m07s, 3h12m, 2d03h; a dash for what is not known."""
+    """At most two units: 0.4s, 42s, 4m07s, 3h12m, 2d03h; a dash for None."""
     if seconds is None:
         return "-"
     if seconds < 10:
@@ -194,104 +200,96 @@ def duration(seconds: float | None) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
-    return (
-        f"{days}d{h:02d}h"
-        if days
-        else f"{h}h{m:02d}m"
-        if hours
-        else f"{m}m{s:02d}s"
-        if minutes
-        else f"{s}s"
-    )
+    if days:
+        return f"{days}d{h:02d}h"
+    if hours:
+        return f"{h}h{m:02d}m"
+    return f"{m}m{s:02d}s" if minutes else f"{s}s"
 
 
-def _why(found: dict[str, Any]) -> str:
-    if asked := found["stop"]:
-        code = f"exit {asked['code']}: " if asked["code"] else ""
-        return f" ({code}{asked['reason']})"
-    lacks = {
-        "the hub": found["hub"] or found["state"] == "queued",
-        "squeue": found["squeue"] or not _on_slurm(found),
+def _describe_stop(run_status: dict[str, Any]) -> str:
+    """Exit code and reason of a stop, or the components that do not answer."""
+    stop = run_status["stop"]
+    if stop:
+        code = f"exit {stop['code']}: " if stop["code"] else ""
+        return f" ({code}{stop['reason']})"
+    answers_by_source = {
+        "the hub": run_status["hub"] or run_status["state"] == "queued",
+        "squeue": run_status["squeue"] or not _on_slurm(run_status),
     }
-    silent = [name for name, answers in lacks.items() if not answers]
-    return f" (no answer from {' and '.join(silent)})" if silent and not found["finished"] else ""
+    silent = [name for name, answers in answers_by_source.items() if not answers]
+    if not silent or run_status["finished"]:
+        return ""
+    return f" (no answer from {' and '.join(silent)})"
 
 
-def _on_slurm(found: dict[str, Any]) -> bool:
-    return any(group["job"] for group in found["groups"].values())
+def _on_slurm(run_status: dict[str, Any]) -> bool:
+    return any(group["job"] for group in run_status["groups"].values())
 
 
-def _eta(found: dict[str, Any]) -> float | None:
-    return found["eta_s"] if found["state"] == "running" else None
+def _eta(run_status: dict[str, Any]) -> float | None:
+    return run_status["eta_s"] if run_status["state"] == "running" else None
 
 
-def _queue(found: dict[str, Any]) -> Iterator[str]:
-    depth, ages = found["depth"], found.get("oldest_s", {})
-    old = {
-        name: f" (oldest {duration(age)})"
-        for name, age in ages.items()
-        if age is not None and depth[name]
-    }
+def _queue(run_status: dict[str, Any]) -> Iterator[str]:
+    depth, ages = run_status["depth"], run_status.get("oldest_s", {})
+    notes = {"generating": "", "ready": ""}
+    for name, age_s in ages.items():
+        if age_s is not None and depth[name]:
+            notes[name] = f" (oldest {duration(age_s)})"
     yield (
-        f"queue: {depth['generating']} prompt groups in generation{old.get('generating', '')}, "
-        f"{depth['ready']} waiting for training{old.get('ready', '')}"
+        f"queue: {depth['generating']} prompt groups in generation{notes['generating']}, "
+        f"{depth['ready']} waiting for training{notes['ready']}"
     )
-    yield "waiting: " + (", ".join(sorted(set(found["waiting"]))) or "nobody")
+    yield f"waiting: {', '.join(sorted(set(run_status['waiting']))) or 'none'}"
 
 
-def _wait(wait: dict[str, Any]) -> str:
-    for_, spent = (
-        f"{wait['group']}, which {wait['why']}",
-        f"{wait['spent']:.1f} {wait['unit']}-hours spent waiting",
-    )
+def _wait_line(wait: dict[str, Any]) -> str:
+    spent = f"{wait['spent']:.1f} {wait['unit']}-hours spent waiting"
     return (
-        f"waits for {for_}: {duration(wait['since_s'])} so far, {spent}; gives up in "
-        f"{duration(wait['left_s'])}"
+        f"waits for {wait['group']}, which {wait['why']}: {duration(wait['since_s'])} so far, "
+        f"{spent}; fails in {duration(wait['left_s'])}"
     )
 
 
-def _shares(found: dict[str, Any]) -> Iterator[str]:
-    """Lines with what each role did in the last steps, most of it first; below a hundredth is left
-    out."""
-    if found["roles"]:
-        yield f"time of the last {found['steps']} steps:"
-    for role, about in found["roles"].items():
-        parts = {what: share for what, share in about["at"].items() if what != "wait"}
-        parts |= {f"waits for {peer}": share for peer, share in about["for"].items()}
-        parts["waits"] = about["at"].get("wait", 0.0) - sum(about["for"].values())
-        shown = sorted(
-            ((share, what) for what, share in parts.items() if share >= _SHOWN), reverse=True
-        )
-        yield f"  {role:<12}" + "  ".join(f"{what} {share:.0%}" for share, what in shown)
+def _shares(shares: dict[str, Any]) -> Iterator[str]:
+    """A line for each role with the shares of its time in the last steps, largest first.
+
+    Shares below 1 % are dropped.
+    """
+    if shares["roles"]:
+        yield f"time of the last {shares['steps']} steps:"
+    for role, times in shares["roles"].items():
+        by_name = {name: share for name, share in times["at"].items() if name != "wait"}
+        for peer, share in times["for"].items():
+            by_name[f"waits for {peer}"] = share
+        by_name["waits"] = times["at"].get("wait", 0.0) - sum(times["for"].values())
+        pairs = [(share, name) for name, share in by_name.items() if share >= _MIN_SHARE]
+        texts = [f"{name} {share:.0%}" for share, name in sorted(pairs, reverse=True)]
+        yield f"  {role:<12}{'  '.join(texts)}"
 
 
-def _jobs(found: dict[str, Any]) -> Iterator[str]:
+def _jobs(run_status: dict[str, Any]) -> Iterator[str]:
     for kind in ("successor", "spare"):
-        if queued := [
-            row["job"] for row in found["jobs"] if row["kind"] == kind and row["state"] == "PENDING"
-        ]:
+        queued = [
+            row["job"]
+            for row in run_status["jobs"]
+            if row["kind"] == kind and row["state"] == "PENDING"
+        ]
+        if queued:
             plural = "s" if len(queued) > 1 else ""
             yield f"queued {kind}{plural}: job{plural} {', '.join(queued)}"
-    if found["excluded_nodes"]:
-        yield f"excluded nodes: {', '.join(found['excluded_nodes'])}"
+    if run_status["excluded_nodes"]:
+        yield f"excluded nodes: {', '.join(run_status['excluded_nodes'])}"
 
 
 def _cells(group: dict[str, Any]) -> list[str]:
+    """Cells of a group's row, after its name."""
     reason = " ".join(group["reason"].split())
-    work = (
-        f"step {group['step']}"
-        if "step" in group
-        else f"{group['puts']} puts"
-        if group["puts"]
-        else ""
-    )
-    long = group["state"] != "queued" and reason
-    waits = ", ".join(
-        f"standby of {standby['role']} ready ({standby['memory_mb']} MB a rank)"
-        for standby in ahead_of(group)
-    )
+    state = group["state"]
+    is_queued = state == "queued"
     return [
-        f"{group['state']} ({reason})" if group["state"] == "queued" and reason else group["state"],
+        f"{state} ({reason})" if is_queued and reason else state,
         str(group["incarnation"] or "-"),
         group["job"] or "-",
         group["nodes"] or "-",
@@ -300,12 +298,22 @@ def _cells(group: dict[str, Any]) -> list[str]:
         duration(group["time_left_s"]),
         duration(group["last_beat_s"]),
         duration(group["longest_gap_s"]),
-        "; ".join(
-            part for part in (work, group["doing"], reason[:80] if long else "", waits) if part
-        ),
+        _work(group, "" if is_queued else reason[:80]),
     ]
 
 
-def ahead_of(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Incarnations that were started ahead and still live, as their group does."""
+def _work(group: dict[str, Any], reason: str) -> str:
+    """Last cell of a group's row: progress, activity, reason of its state, standbys."""
+    progress = f"{group['puts']} puts" if group["puts"] else ""
+    if "step" in group:
+        progress = f"step {group['step']}"
+    standbys = [
+        f"standby of {standby['role']} ready ({standby['memory_mb']} MB a rank)"
+        for standby in live_standbys(group)
+    ]
+    return "; ".join(filter(None, (progress, group["doing"], reason, ", ".join(standbys))))
+
+
+def live_standbys(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Standbys of a group. Those of a dead group have ended with it."""
     return group.get("ahead", []) if group["state"] in ALIVE else []

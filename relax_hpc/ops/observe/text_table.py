@@ -1,7 +1,7 @@
-"""Text tables: a column is as wide as its widest cell, so that cells stand under their titles.
+"""Text tables whose columns are as wide as their widest cell.
 
-A cell may hold foreign text. Its control characters, newlines too, are spelled out before the width
-is measured.
+A cell may hold text of other users or programs. Its control characters, including newlines, are
+escaped before the width is measured.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from relax_hpc.base.terminal_text import escape_line
 
 _ALWAYS = 9
-"""Rank of columns that are never left out."""
-_CUT = ".."
-"""End of a text that was cut."""
+"""Value of `keep` for columns that are never dropped."""
+_ELLIPSIS = ".."
+"""End of a text that was shortened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Column:
 
     title: str
     keep: int = _ALWAYS
-    """Columns with the lowest numbers are left out first where the table is too wide."""
+    """If the table is too wide, columns with the lowest numbers are dropped first."""
     is_number: bool = False
-    """Whether cells stand at the right."""
+    """Whether cells are aligned to the right."""
     max_chars: int = 0
-    """Characters that a table which is too wide has to leave for the column; 0: all."""
+    """Characters to which long cells are shortened if the table is too wide; 0: never."""
 
 
 def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
@@ -36,16 +36,19 @@ def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: str =
     >>> aligned([Column("GROUP"), Column("AGE", is_number=True)], [["rollout", "5s"]])
     ['GROUP    AGE', 'rollout   5s']
     """
-    rows = _harmless_cells(rows)
+    rows = _escape_cells(rows)
     widths = _widths(columns, rows)
     lines = [[column.title for column in columns], *rows]
     return [gap.join(_cells(columns, widths, line)).rstrip() for line in lines]
 
 
 def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The same in ``width`` characters: without columns that are empty, then without those that
-    say least, and with the ends of lines cut that are still too long."""
-    rows = _harmless_cells(rows)
+    """The table in ``width`` characters.
+
+    Empty columns are dropped, then those with the lowest `keep`. Then long cells and long lines are
+    shortened.
+    """
+    rows = _escape_cells(rows)
     shown = [number for number, column in enumerate(columns) if _is_needed(column, number, rows)]
     while _needed_width(columns, rows, shown) > width:
         candidate = min(shown, key=lambda number: columns[number].keep)
@@ -54,18 +57,18 @@ def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int)
         shown.remove(candidate)
     widths = _widths(columns, rows)
     if sum(widths[number] + 1 for number in shown) > width:
-        rows = [_cut_cells(columns, row) for row in rows]
+        rows = [_shorten_cells(columns, row) for row in rows]
     shown_rows = [[row[number] for number in shown] for row in rows]
     table = aligned([columns[number] for number in shown], shown_rows, gap=" ")
     return [shorten_line(line, width) for line in table]
 
 
-def _harmless_cells(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+def _escape_cells(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     return [list(map(escape_line, row)) for row in rows]
 
 
-def _cut_cells(columns: Sequence[Column], row: Sequence[str]) -> list[str]:
-    """``row`` with long cells cut. The end of the last one is cut with the line, if need be."""
+def _shorten_cells(columns: Sequence[Column], row: Sequence[str]) -> list[str]:
+    """``row`` with shortened cells; the last cell is shortened with its line."""
     cells = [
         shorten_line(cell, column.max_chars or len(cell))
         for column, cell in zip(columns[:-1], row[:-1], strict=True)
@@ -79,7 +82,7 @@ def shorten_line(line: str, width: int) -> str:
     >>> shorten_line("rollout: running", 10)
     'rollout:..'
     """
-    return line if len(line) <= width else line[: max(0, width - len(_CUT))] + _CUT
+    return line if len(line) <= width else line[: max(0, width - len(_ELLIPSIS))] + _ELLIPSIS
 
 
 def _is_needed(column: Column, number: int, rows: Sequence[Sequence[str]]) -> bool:
@@ -97,14 +100,14 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[in
 def _needed_width(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: Sequence[int]
 ) -> int:
-    """Characters that the table has to have with the columns ``shown``."""
+    """Width of a table that has only the columns ``shown``."""
     widths = _widths(columns, rows)
     needed = [min(widths[number], columns[number].max_chars or widths[number]) for number in shown]
     return sum(needed) + len(needed) - 1
 
 
 def _cells(columns: Sequence[Column], widths: Sequence[int], cells: Sequence[str]) -> list[str]:
-    """``cells`` of a line, each as wide as its column."""
+    """``cells`` of a line, padded to the widths of their columns."""
     return [
         cell.rjust(width) if column.is_number else cell.ljust(width)
         for column, width, cell in zip(columns, widths, cells, strict=True)
