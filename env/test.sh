@@ -4,8 +4,8 @@
 # A test of something installed here may not skip.
 # --root: only the tests that need root, or that prove something else as root; other arguments follow.
 # --record-budgets writes what each file took to tests/budgets.json; one that takes twice that fails.
-# With --all: all faults that runs have to survive, with real engines everywhere, as root and as a plain user (hours),
-# and at the end the table of docs/faults.md.
+# --all: all tests at full length (learning runs, all layouts of ranks, fuzzers, real engines in every fault), and as root
+# all faults again as a plain user (hours); at the end the table of docs/faults.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ ${1:-} == --root && $(id -u) != 0 ]]; then
@@ -37,14 +37,14 @@ if [[ ${1:-} == --all ]]; then
     RELAX_FAULT_TABLE=$(mktemp)
     chmod a+w "$RELAX_FAULT_TABLE"
     export RELAX_FAULT_TABLE RELAX_REAL_ENGINES=1 RELAX_WHOLE=1
-    faults=(tests/cluster/test_slurm_{het,jobs,ends,closed,waits,user,by_hand,modes}.py tests/runs/test_{full_disk,power_loss,rollout_killed}.py tests/project/test_guardian.py)
-    options=(-m pytest -p no:cacheprovider -q --timeout=3600 "$@" "${faults[@]}")
+    faults=(tests/cluster/test_slurm_{het,jobs,ends,closed,waits,user,by_hand,modes}.py
+        tests/runs/test_{full_disk,power_loss,rollout_killed}.py tests/project/test_guardian.py)
+    options=(-m pytest -p no:cacheprovider -q --timeout=3600 "$@")
     failed=0
-    "$VENV/bin/python" "${options[@]}" || failed=1
+    "$VENV/bin/python" "${options[@]}" tests || failed=1
     if [[ $(id -u) == 0 ]]; then
-        "$VENV/bin/python" -m tests.plain_user "${options[@]}" || failed=1
+        "$VENV/bin/python" -m tests.plain_user "${options[@]}" "${faults[@]}" || failed=1
     fi
-    "$VENV/bin/python" -m pytest -p no:cacheprovider -q tests/project/test_packaging.py || failed=1
     "$VENV/bin/python" -m tests.fault_table "$RELAX_FAULT_TABLE"
     exit "$failed"
 fi

@@ -21,27 +21,25 @@ pytestmark = pytest.mark.run
 
 MOE = QUICKSTART.with_name("moe.yaml")
 SHORTER = {
-    "steps": 25,
-    "actor": {"optimizer": {"warmup_steps": 5}},
+    "steps": 8,
+    "actor": {"optimizer": {"warmup_steps": 2}},
     "eval": {"every": 0},
     "checkpoint": {"every": 100},
 }
 RISE = 0.1
-"""Of rewards: less than half of what three seeds had, 0.23 to 0.29."""
-WHOLE_RISE = 0.25
+"""Of rewards in a whole run: less than half of what three seeds had in 25 steps, 0.23 to 0.29."""
+HELDOUT_RISE = 0.25
 """Of held-out answers in a whole run."""
 RUN_S = 1200.0
 
 
-def test_a_mixture_of_experts_learns(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_trains(tmp_path: Path) -> None:
     whole = effort(0, 1)
     with running(tmp_path, {} if whole else SHORTER, yaml.safe_load(MOE.read_text())) as live:
         live.finish(RUN_S)
         roles = {path.name for path in (live.run.root / "logs").iterdir() if path.is_dir()}
     assert roles == {"hub", "rollout", "actor", "actor_fwd", "reference"}
     trained = trained_steps(live.run)
-    rewards = [row["reward/mean"] for row in trained]
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + RISE, rewards
     assert all(row["parity/logprob_abs_diff"] < 1e-3 for row in trained), (
         "engine and trainers choose the same experts"
     )
@@ -54,7 +52,9 @@ def test_a_mixture_of_experts_learns(tmp_path: Path) -> None:
         scores = [
             exact_match(row) for row in read_metrics(live.run.root) if any(map(is_score, row))
         ]
-        assert scores[-1] > scores[0] + WHOLE_RISE, scores
+        assert scores[-1] > scores[0] + HELDOUT_RISE, scores
+        rewards = [row["reward/mean"] for row in trained]
+        assert mean(rewards[-5:]) > mean(rewards[:5]) + RISE, rewards
     result = audit(live.run)
     assert result.problems == [] and not result.dropped and not result.failed
 

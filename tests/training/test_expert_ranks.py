@@ -77,6 +77,15 @@ OF_FOUR: Layouts = {
         "parallel": {"tensor": 2, "data": 2, "sequence_parallel": True}
     },
 }
+DAILY = (
+    "over half of the data ranks",
+    "over tensor ranks of two replicas",
+    "of two stages, over tensor ranks",
+    "over context and data ranks",
+)
+"""Layouts of four ranks in every test run. Each way to split is in one of them."""
+if not effort(0, 1):
+    OF_FOUR = {name: OF_FOUR[name] for name in DAILY}
 WORLDS = ((2, OF_TWO), (4, OF_FOUR))
 WHOLE = [*OF_TWO, *OF_FOUR] if effort(0, 1) else ["over data ranks, sharded"]
 """What differs from one layout of experts to the next is in the steps of all; the rest is as

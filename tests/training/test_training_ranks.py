@@ -15,6 +15,7 @@ from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.training import parallel
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.trainer import Trainer
+from tests.effort import effort
 from tests.helpers.convert_helpers import to
 from tests.helpers.training_helpers import (  # noqa: F401
     LR,
@@ -68,6 +69,10 @@ OF_FOUR: Layouts = {
     },
 }
 """The same of four."""
+DAILY = ("context and tensor", "data and pipeline", "tensor over heads", "one head, context")
+"""Layouts of four ranks in every test run. Each way to split is in one of them."""
+if not effort(0, 1):
+    OF_FOUR = {name: OF_FOUR[name] for name in DAILY}
 
 
 STAGES = ("pipeline", "first_stage_layers", "last_stage_layers")

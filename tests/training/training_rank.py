@@ -223,17 +223,17 @@ def check_rows_that_one_rank_cannot_read() -> None:
         0,
         episodes=(b"\1",),
     )
-    given_back: list[int] = []
+    returned: list[int] = []
     for held, expected in (([7], [{"reward": 1.0}]), ([], None)):
         answer: Future[list[int]] = Future()
         answer.set_result(held)
         training = SimpleNamespace(settled=lambda leases, answer=answer: answer)
         ranks._client = SimpleNamespace(
-            training=training, give_back=lambda claim: given_back.append(claim.lease)
+            training=training, return_claim=lambda claim: returned.append(claim.lease)
         )
         ranks.reader = LateReader(misses=0 if leads else 1)
         assert ranks.rows(claim, line) == expected
-    assert given_back == ([5] if leads else [])
+    assert returned == ([5] if leads else [])
 
 
 class LateReader:
