@@ -16,6 +16,7 @@ from types import ModuleType
 
 _PACKAGE = "relax_hpc."
 RENAMED = {
+    "algorithms.gae": "algorithms.ppo",
     "background": "base.background",
     "checkpoint": "training.checkpoint",
     "checks": "ops.checks",

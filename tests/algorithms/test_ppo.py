@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.algorithms import Grpo, Ppo
-from relax_hpc.algorithms.gae import gae
+from relax_hpc.algorithms.ppo import gae
 from relax_hpc.algorithms.values import clipped_value_loss, explained_variance
 from relax_hpc.config import load
 from relax_hpc.ops.checks.settings import check

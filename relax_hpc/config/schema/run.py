@@ -100,3 +100,4 @@ class Config:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     site: SiteConfig = field(default_factory=SiteConfig)
     groups: dict[str, GroupConfig] = field(default_factory=default_groups)
+    """Groups of processes by their names, each with its roles and resources."""

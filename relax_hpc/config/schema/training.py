@@ -14,9 +14,9 @@ class ParallelConfig:
     is tensor * pipeline * context * data."""
 
     tensor: int = bounded(1, 1)
-    """Number of ranks that share each matrix. If it is a multiple of the model's number of
-    key-value heads, several ranks share a head, and each gathers the queries, keys and values of
-    all of them, which needs more communication."""
+    """Number of ranks that share each matrix. It may be a multiple of the model's number of
+    key-value heads. Several ranks then share a head, and each of them gathers the queries, keys and
+    values of all, which needs more communication."""
     pipeline: int = bounded(1, 1)
     """Number of stages, each with a part of the layers. Stages have equal numbers of layers unless
     the next two settings are set."""
@@ -81,14 +81,15 @@ class OptimizerConfig:
     weight_decay: float = bounded(0.0, 0.0)
     """Coefficient of weight decay."""
     clip_grad: float = bounded(1.0, 0.0)
-    """Largest norm of the gradient; larger gradients are scaled down to it."""
+    """Largest norm of the gradient; larger gradients are scaled down to it. With 0 there is no
+    limit."""
     distributed: bool = False
     """Shard the optimizer state over data-parallel ranks."""
     overlap_gradients: bool = False
     """Sum gradients over data-parallel and context ranks during the last backward pass of a step
-    instead of after it, one bucket of parameters after the other (`actor.megatron.bucket_size`
-    parameters, by default at least 40 million). The sums are the same. With one rank there are
-    none. This is not measured on GPUs."""
+    instead of after it. One bucket of parameters is summed after the other. A bucket has
+    `actor.megatron.bucket_size` parameters, by default at least 40 million. The sums are the same.
+    With one rank there are none. This is not measured on GPUs."""
     states: Literal["float32", "bfloat16"] = "float32"
     """Type of Adam's two moments. `bfloat16` needs 4 bytes less per parameter. A step is computed
     in float32, and the new moments are rounded up or down at random: the mean is exact, and the
