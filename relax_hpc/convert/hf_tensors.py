@@ -127,7 +127,7 @@ def read_place(place: Place) -> Tensor:
 def _places(path: Path, stored: StoredTensor, form: StoredForm) -> Iterator[tuple[Piece, Place]]:
     """Places of the pieces of a tensor."""
     at = stored.start
-    if not form.turned:
+    if not form.transposed:
         for piece in form.pieces:
             one = StoredTensor(stored.dtype, piece.shape, at)
             yield piece, Place(path, one)

@@ -212,9 +212,9 @@ class ToHf:
 
     def _parts(self, form: StoredForm) -> Iterator[Tensor]:
         """Parts of a tensor whose bytes follow each other."""
-        for block in form.blocks if form.turned else [(piece,) for piece in form.pieces]:
+        for block in form.blocks if form.transposed else [(piece,) for piece in form.pieces]:
             rows = [self._read(piece.name) for piece in block]
-            yield torch.cat(rows).t() if form.turned else rows[0]
+            yield torch.cat(rows).t() if form.transposed else rows[0]
 
     def _describe(self, path: Path, plans: list[FilePlan]) -> None:
         for pattern in SMALL_FILES:

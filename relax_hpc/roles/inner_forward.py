@@ -46,14 +46,14 @@ class InnerRoles:
         if path:
             check_same(read_config(Path(path)), self.model.hf_config, settings.ignore_keys)
             self.model.load_hf(Path(path))
-        self._weights.keep("reference")
+        self._weights.store("reference")
         if path:
             self.model.load_hf(policy)
 
     def begin_step(self) -> None:
         """Copy the weights before the first update of a step, if later mini-batches need them."""
         if "actor_fwd" in self.roles and self._mini_batches > 1:
-            self._weights.keep("old")
+            self._weights.store("old")
 
     def score(self, number: int, batches: Sequence[Batch]) -> None:
         """Add the log-probabilities of these roles to `batches`, of mini-batch `number` in its

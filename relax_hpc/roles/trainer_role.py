@@ -27,7 +27,7 @@ from relax_hpc.roles.route_watch import RouteWatch
 from relax_hpc.roles.step_clock import StepClock, StopBeforeStep
 from relax_hpc.roles.step_report import StepResult, StepTally
 from relax_hpc.roles.window_stream import DISK, IdleWork, WindowStream
-from relax_hpc.training.models.batches import Batch, collate_parts, episode_tokens
+from relax_hpc.training.models.batches import Batch, collate_parts, count_episode_tokens
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
 
@@ -270,7 +270,7 @@ class TrainerRole:
         """Return the micro-batches of a window for this data rank, as the queue has assigned
         them."""
         assigned, model = window.claim.assignment[self.ranks.layout.data_rank], self.trainer.model
-        tokens = episode_tokens(window.rows)
+        tokens = count_episode_tokens(window.rows)
         return collate_parts(
             window.rows,
             assigned,

@@ -1,5 +1,5 @@
-"""AdamW that goes over its states a piece at a time: they may be of lower precision, or lie in host
-memory."""
+"""AdamW that updates one piece of its states at a time. The states may have lower precision, or be
+in host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from relax_hpc.training.rounding import round_stochastically
 
 PIECE = 2**24
-"""Elements that are updated at a time."""
+"""Elements of a piece."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -27,18 +27,18 @@ class UpdatePiece:
     """Number of steps before this one."""
     gradient: Tensor
     states: tuple[Tensor, ...]
-    """States: the two moments, and the parameter itself, in float32."""
+    """The two moments, and the parameter in float32."""
     copy: Tensor | None = None
-    """Copy of the parameter in the model, of another type, if it is to be written too."""
+    """Copy of the parameter in the model, with another type. None: the caller writes it."""
 
 
 Update = Callable[[UpdatePiece, Sequence[Tensor]], None]
-"""Function that makes a step of a piece, whose states are given apart: they may be copies at
-another place."""
+"""Function that does one step of a piece. The states are a separate argument, because they may be
+copies on another device."""
 
 
 def update_with_torch(piece: UpdatePiece, states: Sequence[Tensor]) -> None:
-    """One step in float32 by torch's AdamW; moments of lower precision are rounded
+    """One step in float32 by torch's AdamW. Moments of lower precision are rounded
     stochastically."""
     *moments, parameter = states
     wide = [moment.float() for moment in moments]
@@ -49,7 +49,7 @@ def update_with_torch(piece: UpdatePiece, states: Sequence[Tensor]) -> None:
         wide[:1],
         wide[1:],
         [],
-        # It counts the step, once for each piece.
+        # adamw increments its argument, but the count must rise only once per parameter.
         [piece.step.clone()],
         amsgrad=False,
         beta1=beta1,
@@ -65,8 +65,8 @@ def update_with_torch(piece: UpdatePiece, states: Sequence[Tensor]) -> None:
 
 
 class PiecewiseAdamW(torch.optim.AdamW):
-    """The same steps as AdamW, element by element, with moments of a type and in a place of their
-    own."""
+    """The same steps as AdamW, element by element. The moments may have another type or device than
+    the parameter."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class PiecewiseAdamW(torch.optim.AdamW):
         moments: Mapping[Tensor, Sequence[Tensor]],
         update: Update,
     ) -> None:
-        """``groups``: of another AdamW, which is given up; ``moments``: zeros, two for each
-        parameter."""
+        """``groups``: parameter groups of an AdamW that this one replaces. ``moments``: zeros, two
+        for each parameter."""
         super().__init__([torch.zeros(0)])
-        # As megatron-core's distributed optimizer does: float32 shards are views, which torch would
-        # refuse.
+        # torch 2.13 refuses views as parameters, and megatron-core's float32 shards are views. So
+        # the groups are set afterwards, as megatron-core's distributed optimizer does.
         self.param_groups = groups
         self.update = update
         for parameter, both in moments.items():
@@ -89,32 +89,34 @@ class PiecewiseAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.load_state_dict`, which would make moments of the parameter's
-        type and place."""
-        for group, found in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for parameter, number in zip(group["params"], found["params"], strict=True):
+        """See `torch.optim.Optimizer.load_state_dict`. torch's method would create moments with the
+        parameter's type and device; this one copies into the present moments."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(number, {}).items():
                     self.state[parameter][name].copy_(torch.as_tensor(value))
-            group.update({name: value for name, value in found.items() if name != "params"})
+            group.update({name: value for name, value in saved.items() if name != "params"})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """See `torch.optim.Optimizer.step`; there is no ``closure``."""
+    def step(self, closure: Any = None) -> Any:
+        """See `torch.optim.Optimizer.step`. A ``closure`` is not supported."""
         assert closure is None
         for piece in self.pieces():
             self.update(piece, piece.states)
 
     def pieces(self) -> Iterator[UpdatePiece]:
-        """Pieces of all parameters; each parameter counts its step after its last piece."""
+        """Pieces of all parameters. The step of a parameter is counted after its last piece."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
-                gradient, copies = self.beside(parameter)
-                flat = (gradient, *(state[name] for name in MOMENTS), parameter, *copies)
-                for part in zip(*(one.view(-1).split(PIECE) for one in flat), strict=True):
-                    yield UpdatePiece(group, state["step"], part[0], part[1:4], *part[4:])
+                gradient, copies = self.gradient_and_copies(parameter)
+                tensors = (gradient, *(state[name] for name in MOMENTS), parameter, *copies)
+                splits = (tensor.view(-1).split(PIECE) for tensor in tensors)
+                for piece in zip(*splits, strict=True):
+                    yield UpdatePiece(group, state["step"], piece[0], piece[1:4], *piece[4:])
                 state["step"] += 1
 
-    def beside(self, parameter: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Gradient of a parameter, and the model's copy of it if it is to be written."""
+    def gradient_and_copies(self, parameter: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Gradient of a parameter, and the model's copy of it if this optimizer writes it."""
+        assert parameter.grad is not None
         return parameter.grad, ()

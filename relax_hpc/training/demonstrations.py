@@ -1,5 +1,4 @@
-"""Demonstrations of a warm start: the sequences of a file, which of their tokens are learned, and
-their media."""
+"""Demonstrations of a warm start: sequences of a file, their trained tokens, and their media."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from relax_hpc.queue.row_schema import Row
 
 
 def read_demonstrations(
-    path: Path, how: PromptRules, tokenizer: Tokenizer
+    path: Path, rules: PromptRules, tokenizer: Tokenizer
 ) -> tuple[list[Row], dict[str, Medium]]:
-    """Rows of a jsonl file of demonstrations, see `relax_hpc.data.examples`, and their media by id,
-    which lines have as those of `data.prompts` do.
+    """Rows of a jsonl file of demonstrations, and their media by id.
 
-    ConfigError names the line that is not one.
+    For the format of lines see `relax_hpc.data.examples`; media are given as in `data.prompts`.
+    ConfigError names the line that is not a demonstration.
     """
     try:
         lines = path.read_text().splitlines()
@@ -36,51 +35,52 @@ def read_demonstrations(
         raise ConfigError(
             f"{path}: {error.strerror}; the warm start needs demonstrations"
         ) from error
-    reading, rows = _Reading(how, tokenizer, {}), list[Row]()
+    reader, rows = _DemonstrationReader(rules, tokenizer, {}), list[Row]()
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(reading.row(json.loads(line)))
+            rows.append(reader.read(json.loads(line)))
         except (ValueError, BadRecord, BadMedium) as error:
-            why = ": ".join(map(str, error.args))
+            reason = ": ".join(map(str, error.args))
             raise ConfigError(
-                f"{path}:{number}: {why}; expected a demonstration, as files of sft have them"
+                f"{path}:{number}: {reason}; expected a demonstration, as in files of sft"
             ) from error
     if not rows:
-        raise ConfigError(f"{path}: empty; expected a demonstration a line")
-    return rows, reading.media
+        raise ConfigError(f"{path}: empty; expected one demonstration per line")
+    return rows, reader.media
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    how: PromptRules
+class _DemonstrationReader:
+    rules: PromptRules
     tokenizer: Tokenizer
     media: dict[str, Medium]
 
-    def row(self, line: Any) -> Row:
-        """Row of a line. BadRecord, BadMedium: it cannot be used."""
+    def read(self, line: Any) -> Row:
+        """Row of a line. BadRecord, BadMedium: the line cannot be used."""
         if not isinstance(line, dict):
             raise BadRecord("wrong_type", f"a line is a {type(line).__name__}, allowed: an object")
-        rules = self.how.media
+        media_rules = self.rules.media
         decoded: dict[tuple[Kind, Source, MediumOptions], Loaded] = {}
 
         def read_header(kind: Kind, source: Source, options: MediumOptions) -> Header:
-            # The whole medium is needed next, so it is decoded once.
-            assert rules
-            loaded = decoded[kind, source, options] = rules.pool.load(kind, source, options)
+            # The whole medium is needed below, so it is decoded only once.
+            assert media_rules
+            loaded = media_rules.pool.load(kind, source, options)
+            decoded[kind, source, options] = loaded
             return loaded.header
 
-        learned = demonstration_of(line, self.tokenizer, self.how, read_header)
+        demonstration = demonstration_of(line, self.tokenizer, self.rules, read_header)
         media = [
-            self._stored(medium, decoded[medium.kind, medium.source, medium.options])
-            for medium in learned.media
+            self._store(medium, decoded[medium.kind, medium.source, medium.options])
+            for medium in demonstration.media
         ]
         return {
-            "token_ids": list(learned.token_ids),
-            "loss_mask": list(learned.loss_mask),
+            "token_ids": list(demonstration.token_ids),
+            "loss_mask": list(demonstration.loss_mask),
             "spans": spans_of(media),
         }
 
-    def _stored(self, medium: PromptMedium, loaded: Loaded) -> PromptMedium:
-        # A copy: a process may have so many maps of memory, and no more.
+    def _store(self, medium: PromptMedium, loaded: Loaded) -> PromptMedium:
+        # A copy, because Linux limits the number of memory mappings of a process.
         self.media[loaded.media_id] = Medium.from_bytes(bytes(loaded.blob))
         return replace(medium, blob=Path(loaded.media_id))

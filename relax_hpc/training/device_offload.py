@@ -1,5 +1,5 @@
-"""Move of a trainer's state from its device to host memory and back: others have the device
-meanwhile."""
+"""Offload of a trainer's state from its device to host memory, so that other processes can use the
+device."""
 
 from __future__ import annotations
 
@@ -14,114 +14,119 @@ from relax_hpc.training.trainer import Trainer
 
 
 class DeviceOffload:
-    """Weights, main parameters and moments of one rank go to pinned host memory, at the speed of
-    the link, and come back bit for bit; gradients, which are zero between steps, give their memory
-    back and come back as zeros.
+    """Weights, main parameters and moments of one rank move to pinned host memory and return bit
+    for bit. Gradients are zero between steps, so their memory is only freed and zeroed again.
 
     ::
 
-        away = DeviceOffload(trainer)
-        away.offload()
-        away.restore()
+        state = DeviceOffload(trainer)
+        state.offload()
+        state.restore()
 
-    Every tensor stays the object that it is; its memory alone goes. Nobody may use one before
+    Every tensor stays the same object; only its memory is freed. No tensor may be used before
     `restore`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """``trainer``: with its optimizer's state, as it stays from now on. ConfigError: some of
-        its memory cannot be given back, or the host has too little."""
+        """``trainer``: its optimizer must already have its state. ConfigError: some of its memory
+        cannot be freed, or the host has too little memory."""
         self.device = trainer.model.device
-        kept, zero = self._memory(_state(trainer)), self._memory(_gradients(trainer))
+        kept = self._storages(_state_tensors(trainer))
+        zeroed = self._storages(_gradient_tensors(trainer))
         self._kept = list(kept.values())
-        self._gradients = [one for place, one in zero.items() if place not in kept]
-        for one in (*self._kept, *self._gradients):
-            if not one.resizable():
-                size = one.nbytes()
+        self._gradients = [storage for address, storage in zeroed.items() if address not in kept]
+        for storage in (*self._kept, *self._gradients):
+            if not storage.resizable():
                 raise ConfigError(
-                    f"colocate: {size} bytes of the actor's state cannot be given back; set it "
-                    "false"
+                    f"colocate: {storage.nbytes()} bytes of the actor's state cannot be freed; set "
+                    "it false"
                 )
-        self._sizes = [one.nbytes() for one in self._kept]
-        self._gradient_sizes = [one.nbytes() for one in self._gradients]
+        self._sizes = [storage.nbytes() for storage in self._kept]
+        self._gradient_sizes = [storage.nbytes() for storage in self._gradients]
         try:
-            self._rooms = allocate_host_tensors(
-                [_whole(one) for one in self._kept], self.device.type == "cuda", "colocate"
+            self._copies = allocate_host_tensors(
+                [_as_bytes(storage) for storage in self._kept],
+                self.device.type == "cuda",
+                "colocate",
             )
         except OSError as error:
             raise ConfigError(
-                f"{error}; the actor's state goes there while engines generate"
+                f"{error}; the actor's state is stored there while engines generate"
             ) from error
         self.is_offloaded = False
 
-    def _memory(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-        """Storages of ``tensors`` on the device by address; several tensors may share one."""
-        found = (
-            one.detach().untyped_storage() for one in tensors if one.device.type == self.device.type
-        )
-        return {one.data_ptr(): one for one in found if one.nbytes()}
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+        """Storages of ``tensors`` on the device by address. Several tensors may share one."""
+        storages = {}
+        for tensor in tensors:
+            if tensor.device.type == self.device.type:
+                storage = tensor.detach().untyped_storage()
+                if storage.nbytes():
+                    storages[storage.data_ptr()] = storage
+        return storages
 
     @property
     def bytes(self) -> int:
-        """Bytes that the device gets back."""
+        """Bytes of device memory that `offload` frees."""
         return sum(self._sizes) + sum(self._gradient_sizes)
 
     @torch.no_grad()
     def offload(self) -> None:
-        """Give the device's memory back; between steps."""
+        """Free the device's memory. Call it between steps."""
         if self.is_offloaded:
             return
-        for one, room in zip(self._kept, self._rooms, strict=True):
-            room.copy_(_whole(one), non_blocking=True)
-        self._arrived()
+        for storage, copy in zip(self._kept, self._copies, strict=True):
+            copy.copy_(_as_bytes(storage), non_blocking=True)
+        self._await_copies()
         self.is_offloaded = True
-        for one in (*self._kept, *self._gradients):
-            one.resize_(0)
+        for storage in (*self._kept, *self._gradients):
+            storage.resize_(0)
         if self.device.type == "cuda":
-            # Else torch would keep it, for tensors of its own.
+            # torch's allocator would keep the freed memory for its own tensors.
             torch.cuda.empty_cache()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take the device's memory again. RelaxError: the device has no room, as its engines have
-        not made any."""
+        """Move the state back to the device. RelaxError: the engines have not freed enough
+        memory."""
         if not self.is_offloaded:
             return
         try:
-            for one, size in zip(self._kept, self._sizes, strict=True):
-                one.resize_(size)
-            for one, size in zip(self._gradients, self._gradient_sizes, strict=True):
-                one.resize_(size)
+            for storage, size in zip(self._kept, self._sizes, strict=True):
+                storage.resize_(size)
+            for storage, size in zip(self._gradients, self._gradient_sizes, strict=True):
+                storage.resize_(size)
         except RuntimeError as error:
             raise RelaxError(
-                f"colocate: {self.bytes} bytes of the actor's state have no room on {self.device} "
+                f"colocate: {self.bytes} bytes of the actor's state do not fit on {self.device} "
                 f"({error}); give engines less by rollout.engine.flags.mem_fraction_static"
             ) from error
-        for one, room in zip(self._kept, self._rooms, strict=True):
-            _whole(one).copy_(room, non_blocking=True)
-        for one in self._gradients:
-            _whole(one).zero_()
-        self._arrived()
+        for storage, copy in zip(self._kept, self._copies, strict=True):
+            _as_bytes(storage).copy_(copy, non_blocking=True)
+        for storage in self._gradients:
+            _as_bytes(storage).zero_()
+        self._await_copies()
         self.is_offloaded = False
 
-    def _arrived(self) -> None:
+    def _await_copies(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
 
-def _gradients(trainer: Trainer) -> Iterator[torch.Tensor]:
-    yield from (buffer.grad_data for buffer in gradient_buffers(trainer.module))
+def _gradient_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
+    for buffer in gradient_buffers(trainer.module):
+        yield buffer.grad_data
 
 
-def _state(trainer: Trainer) -> Iterator[torch.Tensor]:
-    """Weights, and all tensors that the optimizer goes on from."""
+def _state_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
+    """Weights, and all tensors of the optimizer."""
     yield from trainer.model.module.parameters()
-    for part in trainer.optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
+    for optimizer in trainer.optimizer.chained_optimizers:
+        for group in optimizer.optimizer.param_groups:
             yield from group["params"]
-        for state in part.optimizer.state.values():
-            yield from (one for one in state.values() if isinstance(one, torch.Tensor))
+        for state in optimizer.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

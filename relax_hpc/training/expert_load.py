@@ -1,5 +1,4 @@
-"""LoadMetrics of the experts in a step: how evenly tokens chose them, and the loss that keeps that
-even."""
+"""Load of the experts in a step: how evenly tokens chose them, and the balance loss."""
 
 from __future__ import annotations
 
@@ -18,17 +17,16 @@ class LoadMetrics:
     """LoadMetrics of the experts in a step, over all ranks; empty for a model without experts."""
 
     sums: dict[str, float] = field(default_factory=dict)
-    """Sum `loss/balance`, as the loss's own metrics."""
+    """Sum of `loss/balance`, in the form of the loss's other metrics."""
     values: dict[str, float] = field(default_factory=dict)
     """Metrics `experts/*`."""
 
 
 class ExpertLoad:
-    """Counter of the load of experts in all layers of a model that is trained, see
-    `expert_layer.Router`."""
+    """Counts the load of experts in all layers of a trained model; see `expert_layer.Router`."""
 
     def __init__(self, model: PolicyModel, coefficient: float, by_token: bool) -> None:
-        """``coefficient``: weight of the balance loss, in which tokens weigh as in the loss."""
+        """``coefficient``: weight of the balance loss. ``by_token``: see `Router`."""
         self._spec, self._device = model.spec, model.device
         self._coefficient = coefficient
         if not self._spec.experts:
@@ -40,30 +38,31 @@ class ExpertLoad:
         for router in self._routers:
             router.coefficient, router.by_token = coefficient, by_token
 
-    def take(self) -> LoadMetrics:
-        """Take the load since the last time, which begins anew. Collective over all ranks."""
+    def collect(self) -> LoadMetrics:
+        """Load since the last call, which resets the counts. Collective over all ranks."""
         if not self._spec.experts:
             return LoadMetrics()
         table = torch.zeros(
             self._spec.layers, self._spec.experts + 1, dtype=torch.float64, device=self._device
         )
         for router in self._routers:
-            if (counted := router.take()) is not None:
+            counted = router.take_counts()
+            if counted is not None:
                 table[router.layer_number - 1] = counted
-        # Each token is counted once in each layer: by one rank of one stage.
+        # Each token is counted once in each layer, by one rank of one stage.
         dist.all_reduce(table)
-        found = table.cpu()
-        sums = {"loss/balance": float(found[:, -1].sum())} if self._coefficient else {}
-        return LoadMetrics(sums, _evenness(found[:, :-1]))
+        totals = table.cpu()
+        sums = {"loss/balance": float(totals[:, -1].sum())} if self._coefficient else {}
+        return LoadMetrics(sums, _evenness(totals[:, :-1]))
 
-    def forget(self) -> None:
-        """Forget the load since it was last taken, in this rank."""
+    def reset(self) -> None:
+        """Reset the counts of this rank."""
         for router in self._routers:
-            router.take()
+            router.take_counts()
 
 
 def _evenness(counts: Tensor) -> dict[str, float]:
-    """Measures of how even ``counts`` [layers, experts] are, by metric.
+    """Metrics of the distribution ``counts`` [layers, experts].
 
     >>> _evenness(torch.tensor([[1.0, 1.0], [2.0, 0.0]]))
     {'experts/load_max': 2.0, 'experts/load_entropy': 0.5}

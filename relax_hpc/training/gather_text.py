@@ -1,4 +1,4 @@
-"""Texts of all ranks, gathered in each of them."""
+"""Gather of short texts from all ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import torch
 import torch.distributed as dist
 
 
-def gather_texts(mine: str, device: torch.device) -> list[str]:
-    """The text of each rank. Collective over all ranks; as bytes, since objects would be
-    pickled."""
-    text = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=device)
+def gather_texts(text: str, device: torch.device) -> list[str]:
+    """The text of each rank, on all ranks. Collective over all ranks.
+
+    The texts travel as bytes: torch's `all_gather_object` would pickle them.
+    """
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(text)], device=device))
-    longest = int(max(sizes))
-    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
-    return [
-        bytes(text[: int(size)].tolist()).decode() for text, size in zip(texts, sizes, strict=True)
-    ]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    longest = max(int(size) for size in sizes)
+    padded = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(padded, torch.nn.functional.pad(data, (0, longest - len(data))))
+    pairs = zip(padded, sizes, strict=True)
+    return [bytes(values[: int(size)].tolist()).decode() for values, size in pairs]

@@ -1,8 +1,8 @@
-"""Output layer and log-probabilities in one, a chunk of tokens at a time, the vocabulary split over
-tensor ranks.
+"""Fused output layer and log-probabilities, one chunk of tokens at a time. The vocabulary is split
+over tensor ranks.
 
-The logits of a chunk are all that is ever there: the backward pass makes them again. So what they
-cost is bounded by the chunk, however long the rows are.
+Only the logits of one chunk exist at a time, and the backward pass computes them again. So their
+memory is limited by the chunk, for any length of the rows.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2**22, 2**28
-"""Logits of the smallest and the largest chunk. Between these an eighth of all of them: at most 12
-bytes of each are alive at once (`PlainKernels` under bfloat16, with the gradient of an entropy), in
-sum less than bfloat16 logits of all tokens would take."""
+"""Logits of the smallest and of the largest chunk. Between these limits, a chunk has an eighth of
+all logits. Each logit of a chunk needs at most 12 bytes (`PlainKernels` in bfloat16, with the
+gradient of an entropy), so a chunk needs less memory than all logits in bfloat16."""
 
 
 BANNED = -1e4
-"""Logit of a token that has no probability: finite, as 0 times infinity is not a number."""
+"""Logit of a token without probability. It is finite, because 0 times infinity is not a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Logits and targets by which some tokens are scored."""
+    """Logits and targets of the n tokens of a chunk."""
 
     logits: Tensor
-    """[n, v], this rank's columns; kernels may overwrite them."""
+    """[n, v], this rank's columns. Kernels may overwrite them."""
     targets: Tensor
-    """int64 [n, m]: columns of it, -1 where another rank has the target. A token may have the same
-    one twice."""
+    """int64 [n, m]: columns in ``logits``; -1: another rank has the target. A token may have the
+    same target twice."""
     temperature: float
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """Values that the backward pass begins with, each [n] if nothing else is said, float32 (float64
-    of such)."""
+    """Inputs of the backward pass, each [n] by default. Their type is float32, or float64 for
+    float64 logits."""
 
     log_total: Tensor
     """log sum exp z over all columns, where z = logits / temperature."""
@@ -54,11 +54,13 @@ class Upstream:
     d_entropies: Tensor | None
     """Gradient of the loss by each entropy; None: the loss has none."""
 
-    def chunk(self, part: slice) -> Upstream:
-        """Values of a chunk, the tokens ``part``."""
-        d_entropies = None if self.d_entropies is None else self.d_entropies[part]
+    def chunk(self, tokens: slice) -> Upstream:
+        """Inputs of the tokens ``tokens``."""
         return Upstream(
-            self.log_total[part], self.entropies[part], self.d_logprobs[part], d_entropies
+            self.log_total[tokens],
+            self.entropies[tokens],
+            self.d_logprobs[tokens],
+            None if self.d_entropies is None else self.d_entropies[tokens],
         )
 
 
@@ -66,27 +68,33 @@ Terms = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class ChunkKernels(Protocol):
-    """The two passes over the logits of a chunk. Values are float32 (float64 of such)."""
+    """The two passes over the logits of a chunk. Values are float32, or float64 for float64
+    logits."""
 
     entropy_is_free: bool
-    """Whether entropies come with the log-probabilities at no cost that could be measured."""
+    """Whether entropies have no measurable cost in addition to log-probabilities."""
 
     def terms(self, chunk: Chunk, entropy: bool) -> Terms:
-        """Terms of z = logits / temperature, each [n]: its maximum top, sum exp(z - top), sum exp(z
-        - top) (z - top) if ``entropy`` or else 0; and [n, m] z of the targets or 0."""
+        """Terms of z = logits / temperature.
 
-    def slopes(self, chunk: Chunk, given: Upstream) -> Tensor:
-        """Gradient [n, v] of the loss by the logits, in their type.
+        Each [n]: the maximum top, sum exp(z - top), and sum exp(z - top) (z - top), which is 0
+        without ``entropy``. Then [n, m]: z of the targets, 0 for targets of other ranks.
+        """
+
+    def slopes(self, chunk: Chunk, upstream: Upstream) -> Tensor:
+        """Gradient [n, v] of the loss with respect to the logits, in their type.
 
         With p = exp(z - log_total): d log p[t] / dz_k = 1[k = t] - p_k and dH / dz_k = -p_k (log
-        p_k + H). The gradients by a token's log-probabilities add up.
+        p_k + H). The gradients of a token's log-probabilities are added.
         """
 
 
 class PlainKernels:
-    """`ChunkKernels` in torch, for every device. An entropy takes one more tensor of a chunk's
-    size, and a pass over it: 2 % of the output layer's time on a CPU, with a vocabulary of
-    151,936."""
+    """`ChunkKernels` in torch, for every device.
+
+    Entropies need one more tensor of the chunk's size, and a pass over it: 2 % of the output
+    layer's time on a CPU, with a vocabulary of 151,936.
+    """
 
     entropy_is_free = False
 
@@ -102,22 +110,18 @@ class PlainKernels:
         total = p.sum(-1)
         return top, total, p.mul_(z).sum(-1), chosen
 
-    def slopes(self, chunk: Chunk, given: Upstream) -> Tensor:
+    def slopes(self, chunk: Chunk, upstream: Upstream) -> Tensor:
         """See `ChunkKernels`."""
-        z = _wide(chunk.logits).div_(chunk.temperature).sub_(given.log_total[:, None])
-        targets, total = chunk.targets, given.d_logprobs.sum(-1, keepdim=True)
-        if given.d_entropies is None:
+        z = _wide(chunk.logits).div_(chunk.temperature).sub_(upstream.log_total[:, None])
+        targets, total = chunk.targets, upstream.d_logprobs.sum(-1, keepdim=True)
+        if upstream.d_entropies is None:
             slope = z.exp_().mul_(-total)
         else:
             p = z.exp()
-            slope = (
-                z.add_(given.entropies[:, None])
-                .mul_(given.d_entropies[:, None])
-                .add_(total)
-                .mul_(p)
-                .neg_()
-            )
-        slope.scatter_add_(-1, targets.clamp(min=0), given.d_logprobs.masked_fill(targets < 0, 0.0))
+            slope = z.add_(upstream.entropies[:, None]).mul_(upstream.d_entropies[:, None])
+            slope = slope.add_(total).mul_(p).neg_()
+        d_targets = upstream.d_logprobs.masked_fill(targets < 0, 0.0)
+        slope.scatter_add_(-1, targets.clamp(min=0), d_targets)
         return slope.div_(chunk.temperature).to(chunk.logits.dtype)
 
 
@@ -127,8 +131,10 @@ PLAIN = PlainKernels()
 def scored_states(
     hidden: Tensor, numbers: Tensor, config: TransformerConfig, group: dist.ProcessGroup
 ) -> Tensor:
-    """Hidden states ``numbers`` [n] of all tensor ranks' together, of which `hidden` [s, 1, h] are
-    this rank's: [n, h]. In the backward pass the ranks' gradients are summed."""
+    """Hidden states [n, h] with the indices ``numbers`` [n] in the states of all tensor ranks.
+
+    `hidden` [s, 1, h]: this rank's states. In the backward pass the ranks' gradients are summed.
+    """
     from megatron.core.tensor_parallel import mappings
 
     if config.sequence_parallel:
@@ -150,20 +156,22 @@ def token_logprobs(
     kernels: ChunkKernels = PLAIN,
     banned: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target, in their shape, and the entropy of each distribution if asked
-    for, [n]: float32, nats.
+    """Log-probability of each target, in their shape, and the entropy of each distribution if
+    requested, [n]: float32, in nats.
 
-    `states` [n, h]: the hidden states that predict them. `weight` [v, h]: this rank's rows of the
-    output layer, whose padded ones, from `vocab` on over all ranks, get no probability. `targets`
-    int64 [n], or [n, m] of m a state. Differentiable by `states`, of which each rank gets its own
-    columns' part, and by `weight`, whose gradient is summed over chunks in float32: in its
-    `main_grad` if it has one, as under megatron-core's DistributedDataParallel. Columns `banned`,
-    over all ranks, get no probability either.
+    `states` [n, h]: the hidden states that predict the targets. `weight` [v, h]: this rank's rows
+    of the output layer. Rows from `vocab` on over all ranks are padding and get no probability.
+    `targets` int64 [n], or [n, m] for m targets of each state. Columns `banned`, counted over all
+    ranks, get no probability either.
+
+    Differentiable with respect to `states` and `weight`. Each rank gets the part of the states'
+    gradient that its columns contribute. The weight's gradient is summed over chunks in float32: in
+    its `main_grad` if it has one, as in megatron-core's DistributedDataParallel.
     """
-    asked = targets if targets.dim() > 1 else targets[:, None]
-    mine = _own_banned(banned, weight, group)
+    target_table = targets if targets.dim() > 1 else targets[:, None]
+    local_banned = _local_banned(banned, weight, group)
     logprobs, entropies = _OutputLogprobs.apply(
-        states, weight, asked, vocab, temperature, group, entropy, kernels, mine
+        states, weight, target_table, vocab, temperature, group, entropy, kernels, local_banned
     )
     return logprobs.reshape(targets.shape), entropies if entropy else None
 
@@ -181,44 +189,47 @@ def likeliest(
     kernels: ChunkKernels = PLAIN,
     banned: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Ids of the `count` tokens below `below` that each state finds most probable, in falling
-    order, int64 [n, count]; and the log-probabilities of the target and of these, [n, 1 + count].
+    """The `count` most probable tokens of each state with ids below `below`.
 
-    Arguments as of `token_logprobs`, `targets` [n]; `count` is at most `below`, and that at most
-    `vocab`. Each rank sends its own `count`, not its logits.
+    Returns their ids by falling probability, int64 [n, count], and the log-probabilities of the
+    target and of these tokens, [n, 1 + count]. Arguments as in `token_logprobs`, `targets` [n];
+    count <= below <= vocab. Each rank sends only its best `count` logits.
     """
-    first, rows, local = _own_columns(weight, targets[:, None], vocab, group)
+    first, rows, local = _local_columns(weight, targets[:, None], vocab, group)
     columns = max(min(below - first, len(rows)), 0)
-    most = min(count, columns)
+    local_count = min(count, columns)
     best = states.new_full((len(states), count), torch.finfo(states.dtype).min)
     ids = torch.zeros_like(best, dtype=torch.int64)
 
-    def look(part: slice, logits: Tensor) -> None:
-        best[part, :most], ids[part, :most] = logits[:, :columns].topk(most)
+    def keep_best(tokens: slice, logits: Tensor) -> None:
+        values, indices = logits[:, :columns].topk(local_count)
+        best[tokens, :local_count], ids[tokens, :local_count] = values, indices
 
-    mine = _own_banned(banned, weight, group)
-    terms = _terms_of(states, rows, local, temperature, False, kernels, mine, look)
-    top, total, _, chosen = _over_ranks(terms, group)
+    local_banned = _local_banned(banned, weight, group)
+    terms = _local_terms(states, rows, local, temperature, False, kernels, local_banned, keep_best)
+    top, total, _, chosen = _combine_ranks(terms, group)
     ids += first
     if group.size() > 1:
-        best, ids = _gathered(best, group), _gathered(ids, group)
-        best, places = best.topk(count)
-        ids = ids.gather(1, places)
+        best, ids = _gather_columns(best, group), _gather_columns(ids, group)
+        best, order = best.topk(count)
+        ids = ids.gather(1, order)
     scores = torch.cat([chosen[:, None], _wide(best) / temperature], 1)
     return ids, scores - (total.log() + top)[:, None]
 
 
-def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``mine`` [n, k] of all ranks beside each other, [n, ranks * k]."""
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(parts, mine.contiguous(), group=group)
-    return torch.cat(parts, 1)
+def _gather_columns(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``values`` [n, k] of all ranks in one table, [n, ranks * k]."""
+    gathered = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(gathered, values.contiguous(), group=group)
+    return torch.cat(gathered, 1)
 
 
 class _OutputLogprobs(torch.autograd.Function):
-    """log p[target] = z[target] - log sum exp z, and H = log sum exp z - E_p[z]. Ranks meet twice
-    in the forward pass, once for all chunks, and never in the backward pass: each has the whole
-    loss and its own columns."""
+    """log p[target] = z[target] - log sum exp z, and H = log sum exp z - E_p[z].
+
+    The forward pass has two collectives for all chunks together, the backward pass has none: each
+    rank has the whole loss and its own columns.
+    """
 
     @staticmethod
     def forward(
@@ -233,16 +244,17 @@ class _OutputLogprobs(torch.autograd.Function):
         kernels: ChunkKernels,
         banned: list[int],
     ) -> tuple[Tensor, Tensor]:
-        _, rows, local = _own_columns(weight, targets, vocab, group)
-        terms = _terms_of(states, rows, local, temperature, entropy, kernels, banned)
-        top, total, expectation, *_ = terms = _over_ranks(terms, group)
+        _, rows, local = _local_columns(weight, targets, vocab, group)
+        terms = _local_terms(states, rows, local, temperature, entropy, kernels, banned)
+        terms = _combine_ranks(terms, group)
+        top, total, expectation = terms[0], terms[1], terms[2]
         log_total = total.log()
         entropies = log_total - expectation / total
         log_total = log_total + top
         ctx.save_for_backward(states, weight, local, log_total, entropies)
         ctx.rows, ctx.temperature, ctx.kernels, ctx.banned = len(rows), temperature, kernels, banned
-        # An entropy that is only looked at has no gradient: zeros in its place would cost as much
-        # as a real one.
+        # An entropy that is only measured has no gradient. By default autograd would pass zeros,
+        # which cost as much as a real gradient.
         ctx.set_materialize_grads(False)
         return (terms[3:] - log_total).t(), entropies
 
@@ -253,38 +265,38 @@ class _OutputLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         states, weight, local, log_total, entropies = ctx.saved_tensors
         rows = weight[: ctx.rows]
-        given = Upstream(
-            log_total,
-            entropies,
-            log_total.new_zeros(local.shape) if d_logprobs is None else d_logprobs,
-            d_entropies,
-        )
+        if d_logprobs is None:
+            d_logprobs = log_total.new_zeros(local.shape)
+        upstream = Upstream(log_total, entropies, d_logprobs, d_entropies)
         d_states = torch.zeros_like(states)
         total, d_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else (None, None)
-        for part in _chunks(len(states), ctx.rows):
-            chunk = Chunk(_logits(states[part], rows, ctx.banned), local[part], ctx.temperature)
-            slope = ctx.kernels.slopes(chunk, given.chunk(part))
-            torch.mm(slope, rows, out=d_states[part])
+        for tokens in _chunks(len(states), ctx.rows):
+            logits = _logits(states[tokens], rows, ctx.banned)
+            chunk = Chunk(logits, local[tokens], ctx.temperature)
+            slope = ctx.kernels.slopes(chunk, upstream.chunk(tokens))
+            torch.mm(slope, rows, out=d_states[tokens])
             if total is not None:
-                _add_product(total[: ctx.rows], slope.t(), states[part])
-            del chunk, slope
-        d_weight = total.to(weight.dtype) if d_weight is None and total is not None else d_weight
+                _add_product(total[: ctx.rows], slope.t(), states[tokens])
+            # Frees the logits before those of the next chunk are computed.
+            del chunk, logits, slope
+        if d_weight is None and total is not None:
+            d_weight = total.to(weight.dtype)
         return d_states, d_weight, *[None] * 7
 
 
-def _own_columns(
+def _local_columns(
     weight: Tensor, targets: Tensor, vocab: int, group: Any
 ) -> tuple[int, Tensor, Tensor]:
     """Number of this rank's first column, its rows of the output layer without padding, and the
-    targets' columns among them, -1 where another rank has one."""
+    targets' columns among them; -1: another rank has the target."""
     first = group.rank() * weight.shape[0]
     rows = weight[: max(vocab - first, 0)]
     local = targets - first
     return first, rows, local.masked_fill((local < 0) | (local >= len(rows)), -1)
 
 
-def _own_banned(banned: Sequence[int], weight: Tensor, group: Any) -> list[int]:
-    """Columns among this rank's own, out of ``banned`` ones over all ranks."""
+def _local_banned(banned: Sequence[int], weight: Tensor, group: Any) -> list[int]:
+    """This rank's columns of the ``banned`` ones, which are counted over all ranks."""
     first = group.rank() * weight.shape[0]
     return [column - first for column in banned if 0 <= column - first < weight.shape[0]]
 
@@ -293,12 +305,12 @@ def _logits(states: Tensor, rows: Tensor, banned: list[int]) -> Tensor:
     """[n, v], with `BANNED` in the ``banned`` columns."""
     logits = states @ rows.t()
     for column in banned:
-        # By a number of the host's, so that nobody waits for the device.
+        # Indexing by a Python number does not synchronize; a list would be uploaded.
         logits[:, column] = BANNED
     return logits
 
 
-def _terms_of(
+def _local_terms(
     states: Tensor,
     rows: Tensor,
     local: Tensor,
@@ -306,25 +318,26 @@ def _terms_of(
     entropy: bool,
     kernels: ChunkKernels,
     banned: list[int],
-    look: Callable[[slice, Tensor], None] = lambda part, logits: None,
+    inspect: Callable[[slice, Tensor], None] = lambda tokens, logits: None,
 ) -> Tensor:
-    """`ChunkKernels.terms` of this rank's columns, [3 + m, n]: three of each state, and its m
-    targets'. ``look`` sees the logits of each chunk first."""
+    """`ChunkKernels.terms` of this rank's columns, [3 + m, n]: three terms of each state, and z of
+    its m targets. ``inspect`` is called with the logits of each chunk first."""
     terms = states.new_zeros((3 + local.shape[1], len(states)), dtype=_wide_type(states.dtype))
-    # A rank that has nothing but padding.
+    # Stays for a rank whose rows are all padding.
     terms[0] = torch.finfo(terms.dtype).min
-    for part in _chunks(len(states), len(rows)):
-        chunk = Chunk(_logits(states[part], rows, banned), local[part], temperature)
-        look(part, chunk.logits)
-        *three, chosen = kernels.terms(chunk, entropy)
-        terms[:3, part], terms[3:, part] = torch.stack(three), chosen.t()
-        # Not beside the next one's.
+    for tokens in _chunks(len(states), len(rows)):
+        chunk = Chunk(_logits(states[tokens], rows, banned), local[tokens], temperature)
+        inspect(tokens, chunk.logits)
+        top, total, expectation, chosen = kernels.terms(chunk, entropy)
+        terms[:3, tokens] = torch.stack([top, total, expectation])
+        terms[3:, tokens] = chosen.t()
+        # Frees the logits before those of the next chunk are computed.
         del chunk
     return terms
 
 
 def _chunks(tokens: int, columns: int) -> Iterator[slice]:
-    """Chunks of about equal size, as slices of ``tokens``."""
+    """Chunks of ``tokens`` of about equal size, as slices."""
     if not tokens or not columns:
         return
     logits = min(max(tokens * columns // 8, SMALLEST_CHUNK), LARGEST_CHUNK)
@@ -332,16 +345,16 @@ def _chunks(tokens: int, columns: int) -> Iterator[slice]:
     yield from (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _over_ranks(terms: Tensor, group: Any) -> Tensor:
-    """`ChunkKernels.terms` of all columns from those of each rank's, [3 + m, n]."""
+def _combine_ranks(terms: Tensor, group: Any) -> Tensor:
+    """`ChunkKernels.terms` of all columns from the terms of each rank's columns, [3 + m, n]."""
     if group.size() == 1:
         return terms
     top = terms[0].clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
     lower = terms[0] - top
     scale = lower.exp()
-    # A rank without columns has 0 for both sums; its maximum is finite, lest this become not a
-    # number.
+    # A rank without columns has 0 for both sums. Its maximum is finite, because 0 times infinity
+    # would not be a number.
     terms[2].add_(lower * terms[1]).mul_(scale)
     terms[1].mul_(scale)
     dist.all_reduce(terms[1:], group=group)
@@ -350,18 +363,20 @@ def _over_ranks(terms: Tensor, group: Any) -> Tensor:
 
 
 def _weight_gradient(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Tensor in which to sum up the gradient of ``weight``, and the one that autograd gets instead
-    if that is megatron-core's."""
+    """Tensor in which to sum the gradient of ``weight``. If it is megatron-core's `main_grad`, also
+    the zeros that autograd gets instead."""
     total = getattr(weight, "main_grad", None)
     if total is None:
         return torch.zeros_like(weight, dtype=_wide_type(weight.dtype)), None
-    # So megatron-core knows that autograd's is zeros, which only its hooks wait for.
-    weight.grad_added_to_main_grad = True
+    # Tells megatron-core's hooks not to add autograd's gradient, which is zero here. The hooks run
+    # only if autograd returns a gradient.
+    parameter: Any = weight
+    parameter.grad_added_to_main_grad = True
     return total, weight.new_zeros(()).expand_as(weight)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, without rounding to the type of these two on the way."""
+    """total += left @ right, without rounding the product to the type of the factors."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

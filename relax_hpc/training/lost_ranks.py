@@ -1,4 +1,4 @@
-"""An error that says what a collective means whose other ranks are gone."""
+"""Error of a collective whose other ranks are gone."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch.distributed as dist
 
 from relax_hpc.base.errors import RelaxError
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LostRankError(RelaxError):
-    """A rank of this group is gone, or more than a collective's deadline behind."""
+    """A rank of this group is gone, or later than a collective's deadline."""
 
 
 def with_lost_rank_errors(collective: Callable[P, R]) -> Callable[P, R]:
-    """A function that does as ``collective``, with LostRankError for what torch's backends
-    raise."""
+    """Decorator that raises LostRankError for the errors of torch's backends in ``collective``."""
 
     @wraps(collective)
-    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return collective(*args, **kwargs)
         except RuntimeError as error:
-            # gloo's have no class of their own, but the file they come from.
+            # gloo raises plain RuntimeErrors (torch 2.13). Their messages contain its source file.
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
-            first = str(error).partition("\n")[0]
+            first_line = str(error).partition("\n")[0]
             raise LostRankError(
-                "a rank of this group is gone, or behind by more than queue.wait_timeout_s and a "
-                f"minute; its own log says why, beside this one ({first})"
+                "a rank of this group is gone, or late by more than queue.wait_timeout_s and a "
+                f"minute; its log, in the same folder, has the reason ({first_line})"
             ) from error
 
-    return named
+    return wrapped

@@ -1,5 +1,5 @@
-"""The policy: a megatron-core GPT with Hugging Face weights in and out, and log-probabilities of
-token sequences."""
+"""The policy: a megatron-core GPT that loads and exports Hugging Face weights, and computes
+log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ PUBLISHED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class PolicyModel:
-    """Part of a model that this rank has.
+    """This rank's part of a model.
 
-    `relax_hpc.training.parallel.initialize` comes first. Weights are loaded before a `Trainer`
-    takes the model: the optimizer keeps copies of its own. ConfigError: a model or a split that is
-    not supported.
+    Call `relax_hpc.training.parallel.initialize` first. Load the weights before you create a
+    `Trainer`, because the optimizer copies them. ConfigError: the model or its split is not
+    supported.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class PolicyModel:
         training: TrainerConfig | None = None,
         kernels: Kernels = "plain",
     ) -> None:
-        """``training``: the settings by which it is trained, with its ``kernels``; None: it is not,
-        or as it is by default."""
+        """``training``: settings of the trainer, which include its ``kernels``. None: the model is
+        not trained, or with default settings."""
         from megatron.core import parallel_state
 
         from relax_hpc.training import parity
@@ -84,7 +84,7 @@ class PolicyModel:
         self.spec = spec_from_config(hf_config, model.ignore_keys)
         megatron.check_split(self.spec, parallel)
         if training and self.spec.towers:
-            # A critic may be of another family than the policy.
+            # Checked here, because a critic may have another family than the policy.
             megatron.check_frozen(self.spec, model)
         self.layout = ranks.layout()
         self.device = torch.device(model.device)
@@ -92,20 +92,26 @@ class PolicyModel:
         self.kernels: Kernels = training.kernels if training else kernels
         prepare(self.kernels, model.device)
         further = megatron.training_settings(training, bool(self.spec.experts)) if training else {}
-        own = transformer_settings(self.kernels, bool(self.spec.experts))
-        self.config = megatron.transformer_config(self.spec, model, parallel, further | own)
+        kernel_settings = transformer_settings(self.kernels, bool(self.spec.experts))
+        self.config = megatron.transformer_config(
+            self.spec, model, parallel, further | kernel_settings
+        )
         self._chunk_kernels = _chunk_kernels(self.kernels)
         self.compared_s = 0.0
-        """Seconds that it took to compare a slice of the model with one of plain layers."""
+        """Seconds of the comparison with plain layers."""
         if self.kernels != "plain":
-            of = parity.LayerSlice.from_spec(self.spec, model, parallel, further)
-            self.compared_s = parity.check(of, self.kernels, self._chunk_kernels)
+            layer = parity.LayerSlice.from_spec(self.spec, model, parallel, further)
+            self.compared_s = parity.check(layer, self.kernels, self._chunk_kernels)
         sequence = parallel.tensor if self.config.sequence_parallel else 1
         first, last = self.layout.first_stage, self.layout.last_stage
-        numbers = self.layout.context_rank, self.layout.tensor_rank % sequence
-        self.pack_split = PackSplit(sequence, parallel.context, *numbers, embeds=first)
-        """Split of packs over ranks, and this rank's place, by which `collate` makes its
-        batches."""
+        self.pack_split = PackSplit(
+            sequence,
+            parallel.context,
+            self.layout.context_rank,
+            self.layout.tensor_rank % sequence,
+            embeds=first,
+        )
+        """Split of packs over ranks, with the numbers of this rank; see `collate`."""
         self.module = self._build(first, last)
         if first and self.spec.towers:
             self.module.towers.freeze(model.frozen_towers)
@@ -113,14 +119,14 @@ class PolicyModel:
         entries = stage_entries(
             self.spec, layers, first, last, "te" if self.kernels == "te" else "local"
         )
-        self._entries = self._mapped(
+        self._entries = self._mapped_entries(
             select_experts(entries, self.layout.local_experts(self.spec.experts))
         )
         self._replays = model.routing_replay == "on"
         self.routed = self.spec.route_shape is not None and model.routing_replay != "off"
-        """Whether rows come with routes."""
+        """Whether rows have routes."""
         self.row_fields = (*self.spec.row_fields, *((ROUTES.name,) if self.routed else ()))
-        """Token fields of rows that a forward pass takes, if they have them."""
+        """Token fields that a forward pass takes from rows that have them."""
         if self.routed:
             replay.install(self.module, layers)
         self._parameters = dict(self.module.named_parameters())
@@ -132,22 +138,21 @@ class PolicyModel:
         """Build this rank's pipeline stage, with random weights."""
         return self.spec.build(self.config, str(self.device), first, last, self.kernels)
 
-    def _mapped(self, entries: list[FusedParameter]) -> list[FusedParameter]:
-        """Entries, out of ``entries``, that this model has."""
+    def _mapped_entries(self, entries: list[FusedParameter]) -> list[FusedParameter]:
+        """Those of ``entries`` that this model has. A subclass may have fewer."""
         return entries
 
     def load_hf(self, directory: Path) -> None:
-        """Take the weights of a Hugging Face directory; a rank reads only its slices. Errors as
+        """Load the weights of a Hugging Face directory. A rank reads only its slices. Errors as in
         `load_tensors`."""
         with SafetensorFiles(directory) as files:
             self._load(files, files.shapes(), str(directory))
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take whole tensors by Hugging Face name. ConfigError names the first missing, unknown or
-        mis-shaped one."""
-        self._load(
-            tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "weights"
-        )
+        """Load whole tensors by Hugging Face name. ConfigError names the first one that is missing,
+        unknown or of a wrong shape."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._load(tensors, shapes, "weights")
 
     @torch.no_grad()
     def _load(
@@ -158,60 +163,58 @@ class PolicyModel:
         self._transfers.copy(self._live_pairs(source))
 
     def _live_pairs(self, source: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of this rank's slice of a tensor of ``source``, not read yet, and its view in the
-        live parameters."""
+        """Pairs of this rank's slice of a tensor in ``source`` and its view in the live
+        parameters. A slice is read when its pair is yielded."""
         for entry in self._entries:
             for piece in entry.pieces:
                 view = self._view(entry, piece)
                 if not view.numel():
                     continue
                 held = self._holding(entry)
-                mine = cut_slice(piece, source[piece.name], held.tensor_size, held.tensor_rank)
-                yield mine.reshape(view.shape), view
-                if padding := self._padding(entry, piece):
+                part = cut_slice(piece, source[piece.name], held.tensor_size, held.tensor_rank)
+                yield part.reshape(view.shape), view
+                padding = self._padding(entry, piece)
+                if padding:
                     self._parameters[entry.name].detach()[-padding:].zero_()
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every tensor of the whole model by Hugging Face name, as it is published."""
+        """Type and shape of every published tensor of the whole model, by Hugging Face name."""
         return {
             name: TensorInfo(PUBLISHED_TYPES[self.dtype], piece.shape)
             for name, piece in all_pieces(self.spec).items()
         }
 
     def slices(self) -> list[WeightSlice]:
-        """Slices that this rank publishes: the ranks' slices together are the whole model, each
-        element once.
+        """Slices that this rank publishes. All ranks together publish each element once.
 
-        Ranks with the same weights share the work. The views are of the live parameters.
+        Ranks with the same weights share the work. The views are views of the live parameters.
         """
-        found = []
+        slices = []
         for number, (entry, piece) in enumerate(unique_pieces(self.spec, self._entries)):
             held = self._holding(entry)
-            mine = number % held.copies == held.copy_rank
+            is_replicated = piece.axis is None
+            if number % held.copies != held.copy_rank or (is_replicated and held.tensor_rank):
+                continue
             start, stop = self._bounds(entry, piece)
-            if mine and start < stop and (piece.axis is not None or held.tensor_rank == 0):
-                found.append(
-                    WeightSlice(
-                        piece.name, piece.axis or 0, start, stop, partial(self._view, entry, piece)
-                    )
-                )
-        return found
+            if start < stop:
+                view = partial(self._view, entry, piece)
+                slices.append(WeightSlice(piece.name, piece.axis or 0, start, stop, view))
+        return slices
 
     def _holding(self, entry: FusedParameter) -> ranks.Holding:
         return self.layout.dense if entry.expert is None else self.layout.experts
 
     def _bounds(self, entry: FusedParameter, piece: Piece) -> tuple[int, int]:
-        """Bounds (start, stop) of this rank's slice along the piece's axis, or the first axis where
-        nothing is split."""
+        """Bounds (start, stop) of this rank's slice along the piece's axis, or along the first axis
+        if the piece is not split."""
+        if piece.axis is None:
+            return 0, piece.shape[0]
         held = self._holding(entry)
-        return (
-            piece.bounds(held.tensor_size, held.tensor_rank)[:2]
-            if piece.axis is not None
-            else (0, piece.shape[0])
-        )
+        return piece.bounds(held.tensor_size, held.tensor_rank)[:2]
 
     def _padding(self, entry: FusedParameter, piece: Piece) -> int:
-        """Rows of zeros at the end of a parameter whose vocabulary does not fill its ranks."""
+        """Rows of zeros at the end of a parameter, if the vocabulary is not a multiple of the
+        ranks."""
         if piece.axis != 0 or entry.fuse != "none":
             return 0
         start, stop, length = piece.bounds(self.layout.tensor_size, self.layout.tensor_rank)
@@ -224,7 +227,7 @@ class PolicyModel:
         if entry.fuse == "qkv":
             return view
         start, stop = self._bounds(entry, piece)
-        # The vocabulary may be padded.
+        # Without the padding of the vocabulary.
         return view.narrow(piece.axis or 0, 0, stop - start)
 
     @torch.no_grad()
@@ -232,70 +235,66 @@ class PolicyModel:
         """Whole CPU tensors by Hugging Face name, in the model's type, on global rank 0; None on
         every other rank.
 
-        Collective: all ranks call it.
+        Collective over all ranks.
         """
-        mine = self.slices()
-        about = json.dumps([(one.name, one.axis, one.start, one.stop) for one in mine])
-        parts = [json.loads(text) for text in gather_texts(about, self.device)]
+        slices = self.slices()
+        bounds = [(part.name, part.axis, part.start, part.stop) for part in slices]
+        all_bounds = [json.loads(text) for text in gather_texts(json.dumps(bounds), self.device)]
         if dist.get_rank() != 0:
-            for one in mine:
-                dist.send(one.view().contiguous(), 0)
+            for part in slices:
+                dist.send(part.view().contiguous(), 0)
             return None
-        whole = {
-            name: torch.empty(one.shape, dtype=self.dtype) for name, one in self.tensors().items()
+        tensors = {
+            name: torch.empty(info.shape, dtype=self.dtype) for name, info in self.tensors().items()
         }
-        for rank, slices in enumerate(parts):
-            for number, (name, axis, start, stop) in enumerate(slices):
-                room = whole[name].narrow(axis, start, stop - start)
-                room.copy_(
-                    (mine[number].view() if rank == 0 else self._received(room, rank)).reshape(
-                        room.shape
-                    )
-                )
-        return whole
+        for rank, rank_bounds in enumerate(all_bounds):
+            for number, (name, axis, start, stop) in enumerate(rank_bounds):
+                target = tensors[name].narrow(axis, start, stop - start)
+                values = slices[number].view() if rank == 0 else self._receive(target, rank)
+                target.copy_(values.reshape(target.shape))
+        return tensors
 
-    def _received(self, like: Tensor, rank: int) -> Tensor:
+    def _receive(self, like: Tensor, rank: int) -> Tensor:
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         dist.recv(tensor, rank)
         return tensor
 
     def save_hf(self, directory: Path, source: Path | None = None) -> None:
-        """Write a Hugging Face directory that appears whole, with tokenizer and untrained tensors
-        of `source`. Collective.
+        """Write a Hugging Face directory with tokenizer and untrained tensors of `source`.
 
-        ConfigError if `directory` is there already.
+        The complete directory appears by rename. Collective. ConfigError if `directory` exists.
         """
         tensors = self.export_hf()
         if tensors is not None:
-            passengers = load_untrained_tensors(source, self.spec) if source else {}
-            write_directory(
-                directory, self.hf_config, as_published(self.spec, tensors) | passengers, source
-            )
+            published = as_published(self.spec, tensors)
+            if source:
+                published |= load_untrained_tensors(source, self.spec)
+            write_directory(directory, self.hf_config, published, source)
         dist.barrier()
 
     def hidden(
         self, batch: Batch, module: torch.nn.Module | None = None, routed: bool = True
     ) -> Tensor:
-        """The hidden states of this stage, [s, b, h], of the last one after the final norm.
+        """Hidden states of this stage, [s, b, h]. In the last stage they are after the final norm.
 
-        Under sequence parallelism this rank's share of s. ``routed``: by the experts that the
-        engine chose, if `batch` has them and the configuration says so.
+        Under sequence parallelism, s is this rank's share. ``routed``: whether the experts of the
+        engine compute the tokens, if `batch` has routes and the configuration replays them.
         """
-        batch.routes = self._routes_of(batch) if routed else None
+        batch.routes = self._batch_routes(batch) if routed else None
         media = MediaPass(batch.media) if batch.media else None
         packed = replace(batch.packed, routes=batch.routes, media=media)
         return (module or self.module)(**self.spec.inputs(batch) | {"packed_seq_params": packed})
 
-    def _routes_of(self, batch: Batch) -> Routes | None:
-        """Routes of the tokens that this rank's routers see."""
+    def _batch_routes(self, batch: Batch) -> Routes | None:
+        """Routes of the tokens that this rank's routers process."""
         packed = batch.inputs.get(ROUTES.name)
-        return (
-            None if packed is None else Routes(packed[0][self.router_tokens(batch)], self._replays)
-        )
+        if packed is None:
+            return None
+        return Routes(packed[0][self.router_tokens(batch)], self._replays)
 
     def router_tokens(self, batch: Batch) -> slice:
-        """Tokens that this rank's routers see, among those that it has of `batch`: a share if
-        sequence parallel."""
+        """Tokens of `batch` that this rank's routers process: with sequence parallelism a share of
+        this rank's tokens."""
         split = self.pack_split
         share = batch.tokens.shape[1] // split.sequence
         first = share * self.layout.tensor_rank if split.sequence > 1 else 0
@@ -309,18 +308,21 @@ class PolicyModel:
         entropy: bool = False,
         also: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of `batch.scored`, and entropies if asked, by the last stage's hidden
-        states: [b, s] float32, 0 elsewhere. See `logprobs`.
+        """Log-probabilities of `batch.scored`, and entropies if requested, from the last stage's
+        hidden states: [b, s] float32, 0 elsewhere. See `logprobs`.
 
-        With ``also``, ids [n, k] of other tokens that could stand in the place of each, the
-        log-probabilities are those of the token and of these, [b, s, 1 + k].
+        ``also``: ids [n, k] of alternative tokens. The log-probabilities are then those of the
+        token and of its alternatives, [b, s, 1 + k].
         """
         scored, weight, shape = batch.scored, self.module.output_weight, batch.mask.shape
         states = scored_states(hidden, scored.states, self.config, self._tensor_group)
+        targets = scored.tokens
+        if also is not None:
+            targets = torch.cat([targets[:, None], also], 1)
         values, entropies = token_logprobs(
             states,
             weight,
-            scored.tokens if also is None else torch.cat([scored.tokens[:, None], also], 1),
+            targets,
             self.spec.vocab,
             temperature,
             self._tensor_group,
@@ -328,34 +330,47 @@ class PolicyModel:
             self._chunk_kernels,
             self.spec.placeholders,
         )
-        whole = self._whole(scored.scatter(values, shape))
-        return whole, None if entropies is None else self._whole(scored.scatter(entropies, shape))
+        logprobs = self._sum_over_context(scored.scatter(values, shape))
+        if entropies is None:
+            return logprobs, None
+        return logprobs, self._sum_over_context(scored.scatter(entropies, shape))
 
     @property
     def entropy_is_free(self) -> bool:
-        """Whether entropies cost nothing if log-probabilities are computed."""
+        """Whether entropies have no cost in addition to log-probabilities."""
         return self._chunk_kernels.entropy_is_free
 
     def likeliest(
         self, hidden: Tensor, batch: Batch, temperature: float, count: int, vocab: int
     ) -> Tensor:
-        """Log-probabilities of `batch.scored` and of the ``count`` likeliest tokens below ``vocab``
-        in the place of each, and the ids of these: [b, s, 1 + 2 * count] float32, 0 elsewhere.
-        Without a gradient."""
+        """Log-probabilities of `batch.scored` and of the ``count`` likeliest alternatives of each
+        token, and the ids of these. Ids are below ``vocab``.
+
+        Returns [b, s, 1 + 2 * count] float32, 0 elsewhere, without a gradient.
+        """
         scored, group = batch.scored, self._tensor_group
         states = scored_states(hidden, scored.states, self.config, group)
-        layer = states, self.module.output_weight, scored.tokens, self.spec.vocab
-        below = min(vocab, self.spec.vocab)
-        others = self._chunk_kernels, self.spec.placeholders
-        ids, logprobs = likeliest(*layer, below, count, temperature, group, *others)
-        # As numbers they are exact up to 2^24, which no vocabulary has.
-        return self._whole(
-            scored.scatter(torch.cat([logprobs, ids.to(logprobs)], 1), batch.mask.shape)
+        ids, logprobs = likeliest(
+            states,
+            self.module.output_weight,
+            scored.tokens,
+            self.spec.vocab,
+            min(vocab, self.spec.vocab),
+            count,
+            temperature,
+            group,
+            self._chunk_kernels,
+            self.spec.placeholders,
         )
+        # float32 is exact for ids up to 2^24, which no vocabulary has.
+        values = torch.cat([logprobs, ids.to(logprobs)], 1)
+        return self._sum_over_context(scored.scatter(values, batch.mask.shape))
 
-    def _whole(self, values: Tensor) -> Tensor:
-        """``values`` [b, s, *tail] of this rank's tokens with those of the other context ranks: all
-        have the same loss then, and its gradient goes to each of them as it is."""
+    def _sum_over_context(self, values: Tensor) -> Tensor:
+        """Sum ``values`` [b, s, *tail] over context ranks, each of which has those of its tokens.
+
+        All of them have the same loss then. Its gradient returns unchanged to each rank.
+        """
         from megatron.core.tensor_parallel import mappings
 
         return mappings.reduce_from_tensor_model_parallel_region(values, group=self._context_group)
@@ -363,8 +378,8 @@ class PolicyModel:
     def logprobs(
         self, batch: Batch, temperature: float, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of each token of `batch.scored` given those before it, and entropies if
-        asked: [b, s] float32, 0 elsewhere.
+        """Log-probability of each token of `batch.scored` given the preceding tokens, and entropies
+        if requested: [b, s] float32, 0 elsewhere.
 
         Differentiable. Only without pipeline parallelism; `forward_logprobs` works with it.
         """
@@ -378,25 +393,21 @@ class PolicyModel:
 
         Collective over the ranks of one data-parallel replica; replicas are independent.
         """
-        return self.rows_of(micro_batches, self.batch_logprobs(micro_batches, temperature))
+        return self.split_by_row(micro_batches, self.batch_logprobs(micro_batches, temperature))
 
-    def rows_of(
-        self, micro_batches: Sequence[Batch], found: Sequence[Tensor]
+    def split_by_row(
+        self, micro_batches: Sequence[Batch], tables: Sequence[Tensor]
     ) -> list[np.ndarray] | None:
-        """Values ``found`` of micro-batches, [b, s, *tail] each, row by row on the replica's
+        """Values of each row from ``tables`` of micro-batches, [b, s, *tail] each, on the replica's
         leader; None on other ranks."""
         if not self.layout.leader:
             return None
-        scored = [
-            (values.cpu().numpy(), batch.lengths)
-            for values, batch in zip(found, micro_batches, strict=True)
-        ]
-        # An idle one has a line that is no row's.
-        return [
-            line[:length]
-            for values, lengths in scored
-            for line, length in zip(values, lengths, strict=False)
-        ]
+        rows = []
+        for table, batch in zip(tables, micro_batches, strict=True):
+            # An idle batch has a line in the table, but no row.
+            for line, length in zip(table.cpu().numpy(), batch.lengths, strict=False):
+                rows.append(line[:length])
+        return rows
 
     def forward_likeliest(
         self, micro_batches: Sequence[Batch], temperature: float, count: int, vocab: int
@@ -406,7 +417,7 @@ class PolicyModel:
         def score(hidden: Tensor, batch: Batch) -> Tensor:
             return self.likeliest(hidden, batch, temperature, count, vocab)
 
-        return self.rows_of(micro_batches, self.batch_scores(micro_batches, score))
+        return self.split_by_row(micro_batches, self.batch_scores(micro_batches, score))
 
     @with_lost_rank_errors
     @torch.no_grad()
@@ -414,7 +425,7 @@ class PolicyModel:
         self, micro_batches: Sequence[Batch], temperature: float, routed: bool = True
     ) -> list[Tensor]:
         """Log-probabilities of each micro-batch [b, s] float32, on the ranks of the last stage;
-        none on the others. ``routed`` as for `hidden`.
+        empty on other ranks. ``routed`` as in `hidden`.
 
         Collective as `forward_logprobs`.
         """
@@ -431,8 +442,8 @@ class PolicyModel:
         score: Callable[[Tensor, Batch], Tensor],
         routed: bool = True,
     ) -> list[Tensor]:
-        """Scores of each micro-batch, as `batch_logprobs`, that ``score`` makes [b, s, *tail] of
-        the last stage's hidden states."""
+        """Scores of each micro-batch, [b, s, *tail], which ``score`` computes from the last stage's
+        hidden states. Collective as `batch_logprobs`."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward(batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:

@@ -1,4 +1,5 @@
-"""AdamW whose states lie in host memory: in a step they pass through the GPU, a piece at a time."""
+"""AdamW with states in host memory. In a step, the states pass through the GPU, one piece at a
+time."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from relax_hpc.training.adam import MOMENTS, PiecewiseAdamW, Update, UpdatePiece
 
 
 class OffloadedAdamW(PiecewiseAdamW):
-    """The same steps as AdamW, element by element, with all that they go on from in pinned memory
-    of the host: the moments, and float32 main parameters of a model of another type. Of each two
-    pieces are on the GPU, one on its way.
+    """The same steps as AdamW, element by element, with states in pinned memory of the host.
 
-    megatron-core's HybridDeviceOptimizer, which does the whole step on the CPU, keeps its float32
-    main parameters on the GPU.
+    The states are the moments, and the float32 main parameters of a model with another type. The
+    GPU has memory for two pieces: one is updated while the other is copied.
+
+    megatron-core 0.16.1 has HybridDeviceOptimizer. It does the whole step on the CPU, and keeps
+    float32 main parameters on the GPU.
     """
 
     def __init__(
@@ -29,51 +31,52 @@ class OffloadedAdamW(PiecewiseAdamW):
         copies: Mapping[Tensor, Tensor],
         update: Update,
     ) -> None:
-        """``groups``: of another AdamW, which is given up. ``moments``: zeros on the host, two for
-        each parameter. ``gradients``: of each, where they will be in every step. ``copies``: what
-        the model has of parameters that are on the host, which are others than its own."""
+        """``groups``: parameter groups of an AdamW that this one replaces. ``moments``: zeros on
+        the host, two for each parameter. ``gradients``: their tensors in every step. ``copies``:
+        the model's parameters, if the parameters on the host are other tensors."""
         super().__init__(groups, moments, update)
         self._gradients, self._copies = gradients, copies
 
-    def beside(self, parameter: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """See `PiecewiseAdamW`. A parameter on the host has no gradient of its own: torch wants
-        them in one place."""
+    def gradient_and_copies(self, parameter: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """See `PiecewiseAdamW`.
+
+        A parameter on the host has no `grad`, because torch requires both on the same device.
+        """
         copy = self._copies.get(parameter)
         return self._gradients[parameter], () if copy is None else (copy,)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """See `torch.optim.Optimizer.step`. The host waits until the last piece is back."""
-        arriving, leaving, computing = (
-            torch.cuda.Stream(),
-            torch.cuda.Stream(),
-            torch.cuda.current_stream(),
-        )
-        emptied = [torch.cuda.Event(), torch.cuda.Event()]
-        rooms: list[list[Tensor]] = []
+    def step(self, closure: Any = None) -> Any:
+        """See `torch.optim.Optimizer.step`. Returns after the last piece is back on the host."""
+        uploads, downloads = torch.cuda.Stream(), torch.cuda.Stream()
+        compute = torch.cuda.current_stream()
+        downloaded = [torch.cuda.Event(), torch.cuda.Event()]
+        buffers: list[list[Tensor]] = []
         for number, piece in enumerate(self.pieces()):
-            away = piece.states if piece.copy is not None else piece.states[: len(MOMENTS)]
-            if not rooms:
-                rooms = [self._room(piece) for _ in emptied]
-                # Their memory may have been of what still runs here.
-                arriving.wait_stream(computing)
-            here = [room[: len(one)] for room, one in zip(rooms[number % 2], away, strict=False)]
-            with torch.cuda.stream(arriving):
-                arriving.wait_event(emptied[number % 2])
-                for room, one in zip(here, away, strict=True):
-                    room.copy_(one, non_blocking=True)
-            computing.wait_stream(arriving)
-            self.update(piece, [*here, *piece.states[len(here) :]])
+            host = piece.states if piece.copy is not None else piece.states[: len(MOMENTS)]
+            if not buffers:
+                buffers = [self._allocate_buffers(piece) for _ in downloaded]
+                # torch's allocator may hand out memory that queued work of this stream still uses.
+                uploads.wait_stream(compute)
+            pairs = zip(buffers[number % 2], host, strict=False)
+            device = [buffer[: len(state)] for buffer, state in pairs]
+            with torch.cuda.stream(uploads):
+                uploads.wait_event(downloaded[number % 2])
+                for target, state in zip(device, host, strict=True):
+                    target.copy_(state, non_blocking=True)
+            compute.wait_stream(uploads)
+            self.update(piece, [*device, *piece.states[len(device) :]])
             if piece.copy is not None:
-                piece.copy.copy_(here[-1])
-            leaving.wait_stream(computing)
-            with torch.cuda.stream(leaving):
-                for room, one in zip(here, away, strict=True):
-                    one.copy_(room, non_blocking=True)
-            emptied[number % 2].record(leaving)
-        leaving.synchronize()
+                piece.copy.copy_(device[-1])
+            downloads.wait_stream(compute)
+            with torch.cuda.stream(downloads):
+                for source, state in zip(device, host, strict=True):
+                    state.copy_(source, non_blocking=True)
+            downloaded[number % 2].record(downloads)
+        downloads.synchronize()
 
-    def _room(self, piece: UpdatePiece) -> list[Tensor]:
+    def _allocate_buffers(self, piece: UpdatePiece) -> list[Tensor]:
         """Memory on the GPU for the states of a piece."""
-        kinds = [one.dtype for one in piece.states[: len(MOMENTS) + bool(self._copies)]]
-        return [torch.empty(adam.PIECE, dtype=kind, device=piece.gradient.device) for kind in kinds]
+        states = piece.states[: len(MOMENTS) + bool(self._copies)]
+        device = piece.gradient.device
+        return [torch.empty(adam.PIECE, dtype=state.dtype, device=device) for state in states]

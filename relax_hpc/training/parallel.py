@@ -19,13 +19,13 @@ from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.training.cpu import single_process
 
 _stores: list[dist.Store | None] = []
-"""Stores of the groups: torch keeps only the C++ half of one, which is of no use once the Python
-half is gone."""
+"""References to the stores of the groups. torch keeps only the C++ part of a store, which fails
+after the Python part is collected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Part of some matrices that a rank has, and its number among the ranks that have the same
+    """A rank's tensor-parallel part of some matrices, and its number among the ranks with the same
     part."""
 
     tensor_size: int
@@ -36,7 +36,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Place of this rank in the parallel layout; every size is at least 1."""
+    """Numbers of this rank in the parallel layout. Every size is at least 1."""
 
     tensor_rank: int
     tensor_size: int
@@ -50,26 +50,23 @@ class RankLayout:
 
     @property
     def dense(self) -> Holding:
-        """Holding of all weights but the experts': context ranks of all data-parallel replicas have
-        the same."""
-        copies, copy_rank = (
-            self.data_size * self.context_size,
-            self.data_rank * self.context_size + self.context_rank,
-        )
+        """Holding of all weights except the experts'. Context ranks of all data-parallel replicas
+        have the same weights."""
+        copies = self.data_size * self.context_size
+        copy_rank = self.data_rank * self.context_size + self.context_rank
         return Holding(self.tensor_size, self.tensor_rank, copies, copy_rank)
 
     @property
     def experts(self) -> Holding:
-        """Holding of each expert that this rank has: all of it where they are dealt out, else its
-        tensor-parallel part."""
+        """Holding of this rank's experts: whole experts with expert parallelism, else a
+        tensor-parallel part of all experts."""
         if self.expert_size == 1:
             return self.dense
-        return Holding(
-            1, 0, self._stage_size // self.expert_size, self._stage_rank // self.expert_size
-        )
+        copies = self._stage_size // self.expert_size
+        return Holding(1, 0, copies, self._stage_rank // self.expert_size)
 
     def local_experts(self, count: int) -> range:
-        """Experts, out of the ``count`` of a layer, that this rank has."""
+        """This rank's experts of the ``count`` of a layer."""
         each = count // self.expert_size
         first = self._stage_rank % self.expert_size * each
         return range(first, first + each)
@@ -90,13 +87,13 @@ class RankLayout:
 
     @property
     def last_stage(self) -> bool:
-        """Whether it holds the output layer, so has log-probabilities."""
+        """Whether it holds the output layer, and so computes log-probabilities."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
     def leader(self) -> bool:
-        """Whether it is the one rank of its data-parallel replica that receives results: of the
-        last stage, the first by tensor and context."""
+        """Whether it is the rank of its data-parallel replica that receives results: the first
+        tensor and context rank of the last stage."""
         return self.last_stage and self.tensor_rank == self.context_rank == 0
 
 
@@ -110,9 +107,9 @@ def initialize(
     seed: int,
     timeout_s: float,
 ) -> None:
-    """Join the group's `world` ranks over `store` and split them as `parallel` says.
+    """Connect the group's `world` ranks over `store`, and create the process groups of `parallel`.
 
-    A group of one rank needs no store and opens no socket. `timeout_s` bounds the meeting and every
+    A group of one rank needs no store and opens no socket. `timeout_s` limits the start and every
     collective. ConfigError if `parallel` does not describe `world` ranks.
     """
     if parallel.ranks != world:
@@ -128,22 +125,22 @@ def initialize(
         _stores.append(store)
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    _split(parallel, seed, timeout_s)
+    _create_groups(parallel, seed, timeout_s)
 
 
 def import_libraries(device: str, local_rank: int | None, trains: bool = False) -> None:
-    """Import all that a rank computes with on ``device``, and if it ``trains``; what is there is
-    left as it is.
+    """Import the libraries with which a rank computes on ``device``, and those with which it
+    ``trains``. It has no effect on libraries that are imported.
 
-    ``local_rank``: whose GPU is to be the present one; None: none yet.
+    ``local_rank``: number of the GPU to select; None: select none.
     """
     if device == "cuda" and local_rank is not None:
-        # Before anything can take memory of another rank's.
+        # Before any import can allocate memory on another rank's GPU.
         torch.cuda.set_device(local_rank)
-    # It says at length that Transformer Engine and Apex are absent.
+    # megatron-core 0.16.1 warns several times that Transformer Engine and Apex are absent.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    # megatron-core imports Triton wherever it is installed: 0.1 s of every start, of no use on a
-    # CPU.
+    # megatron-core 0.16.1 imports Triton if it is installed. On a CPU that only costs 0.1 s of
+    # every start.
     with fast_imports(), hidden_package("triton") if device == "cpu" else nullcontext():
         from relax_hpc.training.cpu import device_calls, upstream_fixes
 
@@ -154,16 +151,16 @@ def import_libraries(device: str, local_rank: int | None, trains: bool = False) 
         if trains:
             importlib.import_module("relax_hpc.training.checkpoint.strategy")
             if device == "cuda":
-                # torch's optimizers import it when the first of them is made.
+                # torch 2.13 imports it when the first optimizer is created.
                 importlib.import_module("torch._dynamo")
 
 
 def initialize_alone(device: str, seed: int, timeout_s: float) -> None:
-    """`initialize` for a process that is a group by itself."""
+    """`initialize` for a group of one process."""
     initialize(ParallelConfig(), 0, 1, 0, None, device, seed, timeout_s)
 
 
-def _split(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
+def _create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     single_process.use_one_backend()
@@ -180,7 +177,7 @@ def _split(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
 
 
 def layout() -> RankLayout:
-    """Layout with this rank's place; needs `initialize`."""
+    """This rank's layout. Call `initialize` first."""
     from megatron.core import parallel_state as state
 
     return RankLayout(
@@ -197,7 +194,7 @@ def layout() -> RankLayout:
 
 
 def destroy() -> None:
-    """Leave the group. Safe without a group."""
+    """Destroy the process groups. It does nothing without a group."""
     from megatron.core import parallel_state
 
     if dist.is_initialized():

@@ -1,5 +1,5 @@
-"""Form of the files of a run's versions: that in which the model's family is published, so that
-others read them."""
+"""Form of the files of a run's versions: the published form of the model's family, which other
+programs read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from relax_hpc.training.weights.tensors import InnerTensor, TensorInfo
 
 
 def published_form(spec: ModelSpec, dtype: str) -> FileForm:
-    """Form of files of a model whose tensors are of ``dtype``, as safetensors names it."""
-    packed = {name: form for name, form in published_forms(spec).items() if len(form.pieces) > 1}
-    holders = {name: TensorInfo(dtype, form.shape) for name, form in packed.items()}
-    inside = {
-        piece.name: InnerTensor(TensorInfo(dtype, piece.shape), name, block, first, form.turned)
-        for name, form in packed.items()
-        for piece, block, first in piece_positions(form)
-    }
-    return FileForm(holders, inside, spec.untrained_prefixes)
+    """Form of the files of a model with tensors of ``dtype``, as safetensors names it."""
+    holders: dict[str, TensorInfo] = {}
+    inner: dict[str, InnerTensor] = {}
+    for name, form in published_forms(spec).items():
+        if len(form.pieces) == 1:
+            continue
+        holders[name] = TensorInfo(dtype, form.shape)
+        for piece, block, first in piece_positions(form):
+            info = TensorInfo(dtype, piece.shape)
+            inner[piece.name] = InnerTensor(info, name, block, first, form.transposed)
+    return FileForm(holders, inner, spec.untrained_prefixes)

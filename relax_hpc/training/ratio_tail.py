@@ -1,5 +1,4 @@
-"""Ratios of the old policy's probabilities to the engine's at the tokens where they are farthest
-apart."""
+"""Largest ratios between the old policy's probabilities and the engine's."""
 
 from __future__ import annotations
 
@@ -12,48 +11,51 @@ from torch import Tensor
 from relax_hpc.algorithms.batch import TokenBatch
 
 QUANTILES = {"train_rollout_ratio_p99": 0.01, "train_rollout_ratio_p999": 0.001}
-"""Name of a metric -> share of the step's tokens that exceed it."""
+"""Name of a metric -> share of the step's tokens with a larger ratio."""
 
 _LARGEST = 20.0
-"""Log-ratio beyond which ratios are cut, as in the loss."""
+"""Log-ratio at which ratios are clipped, as in the loss."""
 
 
 class RatioTail:
-    """Ratios old / rollout of a step's tokens, or their inverses, whichever are larger; the largest
-    of all ranks."""
+    """Quantiles of the larger of old / rollout and rollout / old over a step's tokens of all
+    ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parts: list[Tensor] = []
+        self._log_ratios: list[Tensor] = []
 
     def add(self, batch: TokenBatch) -> None:
-        """Add the ratios of a micro-batch. Where nothing is trained on stands a ratio of 1, which
-        is in no tail."""
-        difference = (batch.old_logprobs - batch.rollout_logprobs).detach().abs().float()
-        self._parts.append(torch.where(batch.mask > 0, difference, 0.0).flatten())
+        """Add the ratios of a micro-batch. Tokens that are not trained count as ratio 1, which is
+        in no tail."""
+        old, rollout = batch.old_logprobs, batch.rollout_logprobs
+        # `trainer.token_batch` sets both.
+        assert old is not None and rollout is not None
+        difference = (old - rollout).detach().abs().float()
+        self._log_ratios.append(torch.where(batch.mask > 0, difference, 0.0).flatten())
 
     def tails(self, tokens: float) -> dict[str, float]:
-        """Exact QUANTILES of a step of so many ``tokens``, in all ranks, which call it together; or
-        none, of none."""
+        """Exact QUANTILES of a step with ``tokens`` trained tokens; empty without tokens.
+
+        Collective over all ranks.
+        """
         from megatron.core import parallel_state
 
         if not tokens:
             return {}
-        most = {name: max(1, math.ceil(share * tokens)) for name, share in QUANTILES.items()}
-        count, mine = max(most.values()), torch.zeros(0, device=self._device)
-        if self._parts:
-            flat = torch.cat(self._parts)
-            mine = flat.topk(min(count, len(flat))).values
-        mine = torch.nn.functional.pad(mine, (0, count - len(mine)))
+        ranks = {name: max(1, math.ceil(share * tokens)) for name, share in QUANTILES.items()}
+        count, largest = max(ranks.values()), torch.zeros(0, device=self._device)
+        if self._log_ratios:
+            flat = torch.cat(self._log_ratios)
+            largest = flat.topk(min(count, len(flat))).values
+        largest = torch.nn.functional.pad(largest, (0, count - len(largest)))
         data = parallel_state.get_data_parallel_group()
-        everybody = [torch.empty_like(mine) for _ in range(data.size())]
-        dist.all_gather(everybody, mine, group=data)
-        ordered = torch.cat(everybody).sort(descending=True).values
-        found = ordered[[number - 1 for number in most.values()]]
-        # Only the last pipeline stage has seen log-probabilities.
+        gathered = [torch.empty_like(largest) for _ in range(data.size())]
+        dist.all_gather(gathered, largest, group=data)
+        ordered = torch.cat(gathered).sort(descending=True).values
+        quantiles = ordered[[rank - 1 for rank in ranks.values()]]
+        # Only the last pipeline stage computes log-probabilities.
         pipeline = parallel_state.get_pipeline_model_parallel_group()
-        dist.broadcast(found, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
-        return {
-            name: math.exp(min(value, _LARGEST))
-            for name, value in zip(most, found.tolist(), strict=True)
-        }
+        dist.broadcast(quantiles, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
+        pairs = zip(ranks, quantiles.tolist(), strict=True)
+        return {name: math.exp(min(value, _LARGEST)) for name, value in pairs}

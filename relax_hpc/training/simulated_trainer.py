@@ -1,5 +1,5 @@
-"""A trainer that takes as long as it is told and leaves the weights alone: to measure what is
-around training."""
+"""Trainer that only waits for a set time and does not change the weights. Benchmarks measure the
+rest of a run with it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from relax_hpc.training.trainer import Trainer
 
 
 class SimulatedTrainer(Trainer):
-    """`Trainer` whose passes over a training batch take `actor.simulated_step_s`, each episode its
-    share."""
+    """`Trainer` whose passes over a training batch take `actor.simulated_step_s` in total. Each
+    episode takes an equal share."""
 
     def __init__(self, model: PolicyModel, config: Config) -> None:
         super().__init__(
@@ -24,15 +24,15 @@ class SimulatedTrainer(Trainer):
         self._episode_s = config.actor.simulated_step_s / episodes
 
     def accumulate(self, micro_batches: Sequence[Batch], last: bool = False) -> None:
-        """Wait for as long as these rows take."""
+        """Wait for the time of these rows."""
         time.sleep(self._episode_s * sum(_episodes(batch) for batch in micro_batches))
 
     def step(self, lr: float) -> dict[str, float]:
-        """Change nothing; metrics that tell nothing."""
+        """Do nothing, and return constant metrics."""
         return {"grad_norm": 0.0, "skipped": 0.0, "empty": 0.0}
 
 
 def _episodes(batch: Batch) -> float:
-    """Episodes in ``batch``; one that has rows elsewhere counts by its share of the trained
-    tokens."""
+    """Number of episodes in ``batch``. An episode with rows in other batches counts by its share of
+    the trained tokens."""
     return float((batch.mask.sum(1, keepdim=True) / batch.episode_tokens.clamp(min=1.0)).sum())

@@ -1,5 +1,5 @@
-"""Other weights in a model's place for a while: forward passes of several policies by the ranks of
-one."""
+"""Temporary exchange of a model's weights, so that the same ranks compute forward passes of several
+policies."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from relax_hpc.base.host_memory import allocate_host_tensors
 
 
 class SwappedWeights:
-    """Copies of this rank's part of a model's weights by name, in host memory, pinned if the model
-    is on a GPU.
+    """Named copies of this rank's part of a model's weights, in host memory. The memory is pinned
+    if the model is on a GPU.
 
     ::
 
         weights = SwappedWeights(model.module)
-        weights.keep("old")
+        weights.store("old")
         with weights.in_place("old"):
             model.forward_logprobs(batches, temperature)
 
-    Swapping is in place, so an optimizer and a publisher keep the parameters they know; gradients
-    are not touched. Nobody else may read the weights meanwhile.
+    The exchange is in place, so the parameters of an optimizer and of a publisher stay the same
+    objects. Gradients do not change. No other thread may read the weights during the exchange.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._parameters = list(module.parameters())
         self._copies: dict[str, list[torch.Tensor]] = {}
 
-    def keep(self, name: str) -> None:
-        """Copy the present weights as `name`, over what had that name before. ConfigError: the node
-        has too little memory for one more copy."""
+    def store(self, name: str) -> None:
+        """Copy the present weights under `name`, and replace an earlier copy of that name.
+
+        ConfigError: the node has too little memory for one more copy.
+        """
         if name not in self._copies:
             pinned = any(parameter.is_cuda for parameter in self._parameters)
             try:
@@ -42,17 +44,17 @@ class SwappedWeights:
                 )
             except OSError as error:
                 raise ConfigError(
-                    f"actor.forward: {error}; give the role a group of its own"
+                    f"actor.forward: {error}; put the role into a separate group"
                 ) from error
         for copy, parameter in zip(self._copies[name], self._parameters, strict=True):
             copy.copy_(parameter.detach(), non_blocking=True)
 
     @contextmanager
     def in_place(self, name: str) -> Iterator[None]:
-        """Give the model weights `name` inside of the block, and its own again, bit for bit, after
-        it.
+        """Context in which the model has the weights `name`. After it, the model has its previous
+        weights, bit for bit.
 
-        KeyError: none were kept under that name.
+        KeyError: no copy has that name.
         """
         self._exchange(self._copies[name])
         try:
@@ -61,11 +63,10 @@ class SwappedWeights:
             self._exchange(self._copies[name])
 
     def _exchange(self, copies: list[torch.Tensor]) -> None:
-        """Exchange parameters and ``copies`` one by one: one parameter at a time is on the device
-        twice, none in host memory."""
+        """Exchange parameters and ``copies`` one by one, so that only one parameter at a time needs
+        twice its memory on the device."""
         for copy, parameter in zip(copies, self._parameters, strict=True):
-            # A detached alias is taken anew each time: the optimizer may have moved parameters into
-            # its buffers.
+            # Not stored between calls: the optimizer may have moved the parameter into its buffers.
             live = parameter.detach()
             present = live.clone()
             live.copy_(copy, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Forward, backward and the optimizer step of the policy over all ranks of its group."""
+"""Forward pass, backward pass and optimizer step of the policy over all ranks of its group."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Trainer:
-    """Accumulates gradient *sums* over micro-batches and ranks, and divides once, in `step`, by the
-    step's weight.
+    """Accumulates gradient *sums* over micro-batches and ranks. `step` divides once by the step's
+    weight.
 
-    So micro-batches may be split over calls, ranks and layouts in any way, and a rank may have
-    none.
+    So micro-batches may be distributed over calls, ranks and layouts in any way, and a rank may
+    have none.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Trainer:
         temperature: float,
         gradients: Mapping[str, Any] = _NONE,
     ) -> None:
-        """Take `model`, whose weights are loaded. `gradients`: further settings of megatron-core's
+        """`model`: with loaded weights. `gradients`: further settings of megatron-core's
         DistributedDataParallelConfig."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -59,7 +59,7 @@ class Trainer:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
-            # Where one rank has the weights alone there is nothing to wait for.
+            # A single copy of the weights needs no sum, so there is nothing to overlap.
             overlap_grad_reduce=optimizer.overlap_gradients and copies > 1,
             **gradients,
         )
@@ -75,38 +75,36 @@ class Trainer:
             model.entropy_is_free and not algorithm.from_file
         )
         self._names: list[str] = []
-        """Names of the metrics that any rank has ever seen, the same in all ranks."""
-        self._zero()
+        """Names of all metrics so far, equal on all ranks."""
+        self._reset_sums()
 
     @classmethod
     def from_settings(
         cls, model: PolicyModel, algorithm: Algorithm, settings: TrainerConfig, temperature: float
     ) -> Self:
-        """Make the trainer that ``settings``, the role's section of a run's configuration, ask
-        for."""
+        """Build from ``settings``, the role's section of a run's configuration."""
         gradients = megatron_settings.owner_settings(settings, "gradients")
         return cls(model, algorithm, settings.optimizer, temperature, gradients=gradients)
 
     @with_lost_rank_errors
     def accumulate(self, micro_batches: Sequence[Batch], last: bool = False) -> None:
-        """Run `micro_batches` of this data-parallel rank forward and backward, adding to the
+        """Run `micro_batches` of this data-parallel rank forward and backward, and add to the
         gradient of the step.
 
-        The ranks of a replica pass the same rows. Any number of calls, also none, makes a step.
-        ``last``: no other call follows in it, so that sums over ranks may begin; all ranks say so
-        in the same call, whether or not they have rows.
+        The ranks of a replica pass the same rows. A step has any number of calls, also none.
+        ``last``: no other call follows in the step, so that sums over ranks may begin. All ranks
+        set it in the same call, with or without rows.
         """
         with self._reduction.passes(last):
             sums = self._run(micro_batches) if micro_batches else []
         for metrics in sums:
             for name, value in metrics.items():
-                seen = self._sums.get(name)
-                self._sums[name] = (
-                    value.double() if seen is None else _combine(name, seen, value.double())
-                )
+                total = self._sums.get(name)
+                added = value.double()
+                self._sums[name] = added if total is None else _combine(name, total, added)
 
     def _run(self, micro_batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
-        """Metric sums of each, on the ranks of the last stage."""
+        """Metric sums of each micro-batch, on the ranks of the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         return get_forward_backward_func()(
@@ -124,33 +122,33 @@ class Trainer:
 
     def _loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss, metrics = self.loss_of(batch, hidden)
-        # The count in the middle is for megatron's own division, which is not used; metrics stay on
-        # the last stage.
+        # megatron-core would divide by the count in the middle, which is disabled by
+        # `calculate_per_token_loss`. Metrics stay on the last stage.
         return loss, torch.zeros((), dtype=torch.int), metrics
 
     def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss summed over a micro-batch, and sums to log, by the last stage's ``hidden``
+        """Loss summed over a micro-batch, and sums of metrics, from the last stage's ``hidden``
         states."""
-        also = _likeliest_of(batch)
+        teacher_ids = _teacher_ids(batch)
         logprobs, entropies = self.model.token_logprobs(
-            hidden, batch, self.temperature, self._measures_entropy, also
+            hidden, batch, self.temperature, self._measures_entropy, teacher_ids
         )
-        given = token_batch(batch, logprobs, entropies)
-        self._ratios.add(given)
-        return self.algorithm.loss(given)
+        inputs = token_batch(batch, logprobs, entropies)
+        self._ratios.add(inputs)
+        return self.algorithm.loss(inputs)
 
     @with_lost_rank_errors
     def step(self, lr: float) -> dict[str, float]:
-        """Reduce, divide by the weight, clip, and let Adam step with learning rate `lr`; ready for
-        the next step after.
+        """Reduce gradients, divide by the weight, clip, and do an Adam step with learning rate
+        `lr`.
 
-        Collective over all ranks, and all get the same metrics: means over the step's tokens (see
-        `mean_metrics`), quantiles of ratios (`RatioTail`), `grad_norm` before clipping, `skipped`
-        1.0 if the norm was not finite, and `empty` 1.0 if no token was trained. Either leaves
-        weights and optimizer as they were.
+        Collective over all ranks. All ranks return the same metrics: means over the step's tokens
+        (see `mean_metrics`), quantiles of ratios (`RatioTail`), and `grad_norm` before clipping.
+        `skipped` is 1.0 if the norm was not finite, `empty` is 1.0 if no token was trained. In both
+        cases weights and optimizer stay unchanged.
         """
         totals = self._reduce_metrics()
-        load = self._experts.take()
+        load = self._experts.collect()
         totals |= load.sums
         tails = self.tails(totals["tokens"])
         weight = totals["weight"]
@@ -158,7 +156,7 @@ class Trainer:
         is_empty, is_finite = weight <= 0, math.isfinite(norm)
         if is_finite and not is_empty:
             self._update(lr, clip_factor(norm, self.settings.clip_grad) / weight)
-        self._zero()
+        self._reset_sums()
         counts = {"skipped": float(not is_finite), "empty": float(is_empty)}
         return mean_metrics(totals) | load.values | tails | {"grad_norm": norm} | counts
 
@@ -167,68 +165,66 @@ class Trainer:
         return self._ratios.tails(tokens)
 
     def discard(self) -> None:
-        """Forget what was accumulated since the last step. Collective over all ranks."""
-        self._reduction.drop()
-        self._zero()
+        """Discard the gradients since the last step. Collective over all ranks."""
+        self._reduction.discard()
+        self._reset_sums()
 
     def _gradient_norm(self, weight: float) -> float:
-        """Norm of the mean gradient over ``weight``; the sums themselves, reduced over ranks, are
-        left as they are."""
+        """Norm of the mean gradient over ``weight``. It reduces the sums over ranks, but does not
+        divide them."""
         self._reduction.finish()
         self.optimizer.prepare_grads()
         return gradient_norm(self.optimizer, self.model.device) / (weight or 1.0)
 
     def _update(self, lr: float, scale: float) -> None:
-        # Main gradients lie in the same memory as those that are reduced: both are float32.
+        # This scales the main gradients too: both are float32 and share memory.
         self.module.scale_gradients(scale)
         set_rates(self.optimizer, self.settings, lr)
         self.optimizer.step_with_ready_grads()
 
     def _reduce_metrics(self) -> dict[str, float]:
-        """Totals over the step, the same on every rank; a metric that no rank has seen is left
+        """Totals of the step's metrics, equal on every rank. A metric without values is left
         out."""
-        totals, all_known = self._reduced()
-        if not all_known:
-            seen = gather_texts("\n".join(self._sums), self.model.device)
-            self._names = sorted(
-                set(self._names).union(*(text.split("\n") for text in seen if text))
-            )
-            totals, _ = self._reduced()
+        totals, is_complete = self._reduce_named_metrics()
+        if not is_complete:
+            names = set(self._names)
+            for text in gather_texts("\n".join(self._sums), self.model.device):
+                if text:
+                    names.update(text.split("\n"))
+            self._names = sorted(names)
+            totals, _ = self._reduce_named_metrics()
         return {"weight": 0.0, "tokens": 0.0} | totals
 
-    def _reduced(self) -> tuple[dict[str, float], bool]:
-        """Totals of the metrics known by name, and whether no rank has seen another one."""
+    def _reduce_named_metrics(self) -> tuple[dict[str, float], bool]:
+        """Totals of the metrics in `_names`, and whether no rank has a metric with another name."""
         from megatron.core import parallel_state
 
         zero = torch.zeros((), dtype=torch.float64, device=self.model.device)
         sums = torch.stack([*(self._sums.get(name, zero) for name in self._names), zero])
-        unknown = not self._sums.keys() <= set(self._names)
-        seen = torch.tensor(
-            [*(float(name in self._sums) for name in self._names), float(unknown)]
-        ).to(sums)
-        # Rows: sums, maxima, and whether any rank has the metric; the last column is for what has
-        # no name yet.
-        table = torch.stack([sums, sums, seen])
-        # Context ranks have the same loss, of whole rows, each.
+        has_new_name = not self._sums.keys() <= set(self._names)
+        flags = [float(name in self._sums) for name in self._names]
+        present = torch.tensor([*flags, float(has_new_name)]).to(sums)
+        # Rows: sums, maxima, and whether a rank has the metric. The last column is for metrics
+        # without a name in the table.
+        table = torch.stack([sums, sums, present])
+        # Only over data ranks: context ranks have the same loss, each of whole rows.
         data = parallel_state.get_data_parallel_group()
         dist.all_reduce(table[0], group=data)
         dist.all_reduce(table[1:], dist.ReduceOp.MAX, group=data)
-        # Only the last pipeline stage has seen the loss.
+        # Only the last pipeline stage computes the loss.
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(table, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
-        *columns, (_, _, any_unknown) = zip(*table.tolist(), strict=True)
-        found = zip(self._names, columns, strict=True)
-        totals = {
-            name: top if name.endswith(MAX_SUFFIX) else total
-            for name, (total, top, any_) in found
-            if any_
-        }
-        return totals, not any_unknown
+        *columns, (_, _, any_new_name) = zip(*table.tolist(), strict=True)
+        totals = {}
+        for name, (total, maximum, is_present) in zip(self._names, columns, strict=True):
+            if is_present:
+                totals[name] = maximum if name.endswith(MAX_SUFFIX) else total
+        return totals, not any_new_name
 
-    def _zero(self) -> None:
+    def _reset_sums(self) -> None:
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._experts.forget()
+        self._experts.reset()
         self._sums: dict[str, Tensor] = {}
         self._ratios = RatioTail(self.model.device)
 
@@ -237,25 +233,32 @@ def _combine(name: str, left: Tensor, right: Tensor) -> Tensor:
     return torch.maximum(left, right) if name.endswith(MAX_SUFFIX) else left + right
 
 
-def _likeliest_of(batch: Batch) -> Tensor | None:
-    """The teacher's likeliest tokens in the place of each scored one, [n, k] int64, if rows bring
-    them."""
+def _teacher_ids(batch: Batch) -> Tensor | None:
+    """The teacher's likeliest alternatives of each scored token, [n, k] int64; None: rows have
+    none."""
     ids = batch.fields.get("teacher_top_ids")
-    return None if ids is None else ids.flatten(0, 1).index_select(0, batch.scored.places).long()
+    if ids is None:
+        return None
+    return ids.flatten(0, 1).index_select(0, batch.scored.positions).long()
 
 
 def token_batch(batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> TokenBatch:
-    """Input of the loss. Rows without old log-probabilities were not trained on yet: their ratio is
-    1. Rows without the engine's were sampled by nobody else. ``logprobs`` as
-    `PolicyModel.token_logprobs` gives them."""
-    own: dict[str, Tensor | None] = {
-        "entropy": entropy,
-        "mask": batch.mask,
-        "episode_tokens": batch.episode_tokens,
+    """Inputs of the loss. ``logprobs``: result of `PolicyModel.token_logprobs`.
+
+    Rows without old log-probabilities were not trained yet, so their ratio is 1. Rows without the
+    engine's log-probabilities count as sampled from the old policy.
+    """
+    fields: dict[str, Any] = {
+        name: value for name, value in batch.fields.items() if FIELDS[name].loss
     }
     if logprobs.dim() > 2:
-        logprobs, own["likeliest"] = logprobs[..., 0], logprobs[..., 1:]
-    known = {name: value for name, value in batch.fields.items() if FIELDS[name].loss}
-    old = known.setdefault("old_logprobs", logprobs.detach())
-    known.setdefault("rollout_logprobs", old)
-    return TokenBatch(logprobs=logprobs, **own, **known)
+        logprobs, fields["likeliest"] = logprobs[..., 0], logprobs[..., 1:]
+    old = fields.setdefault("old_logprobs", logprobs.detach())
+    fields.setdefault("rollout_logprobs", old)
+    return TokenBatch(
+        logprobs=logprobs,
+        entropy=entropy,
+        mask=batch.mask,
+        episode_tokens=batch.episode_tokens,
+        **fields,
+    )

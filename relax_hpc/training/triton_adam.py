@@ -1,5 +1,5 @@
-"""AdamW of a piece as one Triton kernel: moments are read and rounded where they lie, with nothing
-beside them."""
+"""AdamW of a piece as one Triton kernel. It reads and rounds moments in place, without temporary
+tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCK = 2048
 
 
 def update(piece: UpdatePiece, states: Sequence[Tensor]) -> None:
-    """An `Update` with moments in bfloat16: the step of `training.adam.update_with_torch`, by one
+    """`Update` for moments in bfloat16: the step of `training.adam.update_with_torch` in one
     kernel."""
     average, square, parameter = states
     group, step = piece.group, 1 + int(piece.step)

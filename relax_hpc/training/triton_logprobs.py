@@ -1,5 +1,5 @@
-"""`ChunkKernels` in Triton: a chunk's logits are read once in the forward pass, and read and
-overwritten by their gradient in the backward pass, with nothing of their size beside them."""
+"""`ChunkKernels` in Triton. The forward pass reads a chunk's logits once; the backward pass
+overwrites them with their gradient. No other tensor of their size is needed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from relax_hpc.training.logprobs import Chunk, Terms, Upstream
 
 _BLOCK = 4096
 _LOWEST = tl.constexpr(-1e30)
-"""Number in place of minus infinity, whose difference to itself is not a number."""
+"""Replacement of minus infinity, whose difference to itself is not a number."""
 
 
 class TritonKernels:
-    """Triton's `ChunkKernels`, see the module. An entropy is one more sum over logits that are read
-    in any case."""
+    """`ChunkKernels` in Triton; see the module. An entropy is only one more sum over the same
+    logits."""
 
     entropy_is_free = True
 
@@ -42,23 +42,26 @@ class TritonKernels:
         )
         return top, total, mean, chosen
 
-    def slopes(self, chunk: Chunk, given: Upstream) -> Tensor:
-        """See `ChunkKernels`; in the place of the logits."""
+    def slopes(self, chunk: Chunk, upstream: Upstream) -> Tensor:
+        """See `ChunkKernels`. The result overwrites the logits."""
         tokens, columns = chunk.logits.shape
-        entropy = given.d_entropies is not None
+        # Without an entropy the kernel does not read this argument.
+        d_entropies = upstream.entropies
+        if upstream.d_entropies is not None:
+            d_entropies = upstream.d_entropies.contiguous()
         _slopes[(tokens,)](
             chunk.logits,
             chunk.targets.contiguous(),
-            given.log_total,
-            given.d_logprobs.contiguous(),
-            given.d_logprobs.sum(-1),
-            given.entropies,
-            given.d_entropies.contiguous() if entropy else given.entropies,
+            upstream.log_total,
+            upstream.d_logprobs.contiguous(),
+            upstream.d_logprobs.sum(-1),
+            upstream.entropies,
+            d_entropies,
             chunk.logits.stride(0),
             columns,
             1.0 / chunk.temperature,
             TARGETS=chunk.targets.shape[1],
-            ENTROPY=entropy,
+            ENTROPY=upstream.d_entropies is not None,
             **_block(columns),
         )
         return chunk.logits

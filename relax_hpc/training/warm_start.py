@@ -1,4 +1,4 @@
-"""Supervised steps before RL: makes <run>/model out of <run>/model-init and
+"""Supervised steps before RL: trains <run>/model from <run>/model-init and
 <run>/data/warm_start.jsonl.
 
 Run as ``python -m relax_hpc.training.warm_start --run_dir RUN``, in one process.
@@ -34,7 +34,7 @@ START_TIMEOUT_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train and write the model; the exit code. A model that is there already is kept."""
+    """Train and write the model. Returns the exit code. An existing model is kept."""
     parser = argparse.ArgumentParser(prog="relax_hpc.training.warm_start")
     parser.add_argument("--run_dir", type=Path, required=True)
     run_dir = parser.parse_args(argv).run_dir
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def warm_start(config: Config, source: Path, demonstrations: Path, target: Path) -> float:
-    """Train the model of `source` as `config.warm_start` says and write it to the new directory
+    """Train the model of `source` by `config.warm_start`, and write it to the new directory
     `target`.
 
-    The result is the last batch's mean cross entropy in nats. The run's seed decides the order of
+    Returns the last batch's mean cross entropy in nats. The run's seed determines the order of
     demonstrations.
     """
     with fast_imports():
@@ -63,37 +63,39 @@ def warm_start(config: Config, source: Path, demonstrations: Path, target: Path)
 
     settings = config.warm_start
     tokenizer = load_tokenizer(source)
-    how = PromptRules.from_config(config.data, tokenizer, demonstrations.parent)
-    with how.rendering():
-        rows, media = read_demonstrations(demonstrations, how, tokenizer)
+    rules = PromptRules.from_config(config.data, tokenizer, demonstrations.parent)
+    with rules.rendering():
+        rows, media = read_demonstrations(demonstrations, rules, tokenizer)
     torch.set_num_threads(config.threads)
     parallel.initialize_alone(config.model.device, config.seed, START_TIMEOUT_S)
     try:
-        return _train(config, settings.steps, rows, _Shown(how.media, media), source, target)
+        stored = _StoredMedia(rules.media, media)
+        return _train(config, settings.steps, rows, stored, source, target)
     finally:
         parallel.destroy()
 
 
-class _Shown:
-    """Media of demonstrations, given out for a few of them at a time."""
+class _StoredMedia:
+    """Media of all demonstrations."""
 
     def __init__(self, rules: MediaRules | None, media: Mapping[str, Medium]) -> None:
         self._rules, self._media = rules, media
 
     def select(self, rows: Sequence[Row]) -> RowMedia | None:
-        """Media that ``rows`` name, as towers take them; None: they name none."""
+        """Media that ``rows`` name, in the form that towers take. None: they name none."""
         from relax_hpc.training.models.towers.media import RowMedia
 
         names = media_ids(rows)
-        return (
-            RowMedia.from_media({name: self._media[name] for name in names}, self._rules.rules)
-            if names
-            else None
-        )
+        if not names:
+            return None
+        # Rows can name media only if the data has rules for them.
+        assert self._rules is not None
+        media = {name: self._media[name] for name in names}
+        return RowMedia.from_media(media, self._rules.rules)
 
 
 def _train(
-    config: Config, steps: int, rows: list[Row], shown: _Shown, source: Path, target: Path
+    config: Config, steps: int, rows: list[Row], media: _StoredMedia, source: Path, target: Path
 ) -> float:
     from relax_hpc.training.model import PolicyModel
     from relax_hpc.training.models.batches import collate, split_rows
@@ -113,17 +115,18 @@ def _train(
     pad = model.hf_config.get("pad_token_id") or 0
     loss = float("nan")
     for batch in _draw(rows, settings.batch_size, steps, config.seed):
-        parts = split_rows(batch, config.actor.max_tokens_per_micro_batch)
-        trainer.accumulate(
-            [collate(part, pad, model.device, media=shown.select(part)) for part in parts]
-        )
+        micro_batches = [
+            collate(part, pad, model.device, media=media.select(part))
+            for part in split_rows(batch, config.actor.max_tokens_per_micro_batch)
+        ]
+        trainer.accumulate(micro_batches)
         loss = trainer.step(settings.lr)["loss/policy"]
     model.save_hf(target, source)
     return loss
 
 
 def _draw(rows: list[Row], size: int, steps: int, seed: int) -> list[list[Row]]:
-    """`steps` batches; no row comes again before all have come."""
+    """`steps` random batches. Every row is drawn once before a row is drawn again."""
     rng = random.Random(seed)
     order: list[Row] = []
     while len(order) < size * steps:

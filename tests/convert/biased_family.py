@@ -20,7 +20,7 @@ BIASED = {key: value for key, value in DENSE.items() if key != "attention_bias"}
 class Qwen2(ModelSpec):
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
-    needed = (*ModelSpec.needed, "num_key_value_heads", "head_dim")
+    required_keys = (*ModelSpec.required_keys, "num_key_value_heads", "head_dim")
 
     def attention_entries(
         self, ours: str, theirs: str, norms: Mapping[str, str]

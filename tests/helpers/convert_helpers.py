@@ -116,7 +116,7 @@ def model(
 
 def whole(form: StoredForm, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
     """The tensor of a file that holds ``pieces``."""
-    if form.turned:
+    if form.transposed:
         blocks = [torch.cat([pieces[piece.name] for piece in block]).t() for block in form.blocks]
         return torch.stack(blocks)
     return torch.cat([pieces[piece.name].flatten() for piece in form.pieces]).view(form.shape)

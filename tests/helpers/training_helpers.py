@@ -41,7 +41,7 @@ from relax_hpc.training.checkpoint import store
 from relax_hpc.training.checkpoint.saver import Saver
 from relax_hpc.training.critic import CriticModel, CriticTrainer
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.models.batches import WHOLE, Batch, collate, idle_batch
+from relax_hpc.training.models.batches import UNSPLIT, Batch, collate, idle_batch
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.packs import PackSplit
 from relax_hpc.training.models.tiny_model import make_tiny_model
@@ -169,7 +169,7 @@ def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[lis
     return windows
 
 
-def batch(samples: list[Row], split: PackSplit = WHOLE) -> Batch:
+def batch(samples: list[Row], split: PackSplit = UNSPLIT) -> Batch:
     return collate(samples, 0, DEVICE, split)
 
 

@@ -134,8 +134,8 @@ FINDINGS = [
         [
             "overlap_grad_reduce: found True, not allowed: set actor.optimizer.overlap_gradients "
             "instead",
-            "overlap_param_gather: found True, not allowed: a version is published as soon as it "
-            "is made",
+            "overlap_param_gather: found True, not allowed: a version is published right after its "
+            "step",
             "cuda_graph_impl: found 'local', not allowed: packs differ in length",
         ],
     ),

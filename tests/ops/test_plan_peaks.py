@@ -206,7 +206,7 @@ def one_of(layout: ParallelConfig, rank: int = 0) -> Iterator[None]:
     parallel.import_libraries("cpu", 0)
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=layout.ranks)
     try:
-        parallel._split(layout, 0, 60.0)
+        parallel._create_groups(layout, 0, 60.0)
         yield
     finally:
         parallel.destroy()
@@ -303,7 +303,7 @@ def test_a_step_takes_what_was_worked_out(
         away = (
             0
             if settings.optimizer.offload
-            else sum(one.nbytes for one in DeviceOffload(trainer)._rooms)
+            else sum(one.nbytes for one in DeviceOffload(trainer)._copies)
         )
     # A checkpoint is counted apart: the half of it that is on a GPU is in host memory here.
     worst = max(

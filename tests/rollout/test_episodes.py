@@ -170,12 +170,12 @@ def losses(
     requires("torch")
     import torch
 
-    from relax_hpc.training.models.batches import collate, episode_tokens
+    from relax_hpc.training.models.batches import collate, count_episode_tokens
     from relax_hpc.training.trainer import token_batch
 
     made = advantages_of(rows, algorithm, seed=0)
     rows = [row | one for row, one in zip(rows, made, strict=True)]
-    counts, totals, slopes = episode_tokens(rows), dict[str, float](), dict[int, np.ndarray]()
+    counts, totals, slopes = count_episode_tokens(rows), dict[str, float](), dict[int, np.ndarray]()
     for first in range(batches):
         numbers = list(range(first, len(rows), batches))
         batch = collate(

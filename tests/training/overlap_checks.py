@@ -29,7 +29,7 @@ def check_overlap(model: Path, settings: dict[str, Any], out: Path) -> None:
     usual = helpers.trainer(model, **settings)
     ours = overlapped(model, settings)
     begun = watched(ours)
-    buckets = len(ours._reduction._begins)
+    buckets = len(ours._reduction._starts)
     assert buckets > 3 or not ours.model.layout.first_stage
     for seed, windows in enumerate((streamed, one_idles, one_has_none)):
         metrics = (
@@ -73,7 +73,7 @@ def overlapped(model: Path, settings: dict[str, Any]) -> Trainer:
 def watched(trainer: Trainer) -> list[tuple[int, bool]]:
     """Which bucket's sum has begun, in that order, and whether autograd was at work then."""
     begun: list[tuple[int, bool]] = []
-    begins = trainer._reduction._begins
+    begins = trainer._reduction._starts
 
     def watch(number: int) -> None:
         begun.append((number, torch._C._current_graph_task_id() != -1))

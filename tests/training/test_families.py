@@ -244,11 +244,11 @@ def test_published_llamas_are_understood(config: dict[str, Any], factor: float):
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "low_freq_factor is missing beside the rope_type",
+            "low_freq_factor is missing with the rope_type",
         ),
         (
             {"rope_scaling": {"rope_type": "default", "factor": 8.0}},
-            "rope_scaling.factor is 8.0 beside the rope_type",
+            "rope_scaling.factor is 8.0 with the rope_type",
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -259,7 +259,7 @@ def test_published_llamas_are_understood(config: dict[str, Any], factor: float):
             {"head_dim": None, "num_attention_heads": 24, "num_key_value_heads": 8},
             "twice the 24 heads",
         ),
-        ({"qk_norm": True}, "qk_norm is True, which is not known here"),
+        ({"qk_norm": True}, "qk_norm is True, an unknown key"),
     ],
 )
 def test_other_llamas_are_refused(change: dict[str, Any], says: str):
@@ -277,7 +277,7 @@ REFUSED = [
     ({"rope_scaling": {"rope_type": "yarn", **YARN}}, "rope_scaling.rope_type is 'yarn'"),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_scaling.factor is 2.0, which is not known here",
+        "rope_scaling.factor is 2.0, an unknown key",
     ),
     (
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}},
@@ -294,13 +294,13 @@ REFUSED = [
     ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 1000000, and 500000.0 in a mapping"),
     (
         {"rope_scaling": {"rope_theta": 1e6}, "rope_parameters": {"rope_type": "default"}},
-        "beside another",
+        "differs from",
     ),
     ({"rope_scaling": ["yarn"]}, "rope_scaling is ['yarn'], supported is a mapping"),
     ({"rope_theta": "big"}, "rope_theta is 'big', supported is a positive number"),
     ({"rope_theta": True}, "rope_theta is True"),
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, supported is 1.0"),
-    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which is not known here"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, an unknown key"),
     (
         {"quantization_config": {"quant_method": "fp8"}},
         "quantization_config is {'quant_method': 'fp8'}",
@@ -386,7 +386,7 @@ def test_transformers_takes_type_for_rope_type():
 
 def test_every_rule_is_of_a_key_that_is_used():
     for family in FAMILIES.values():
-        assert {*family.needed} <= {*family.rules()}
+        assert {*family.required_keys} <= {*family.rules()}
 
 
 @pytest.mark.parametrize("number", range(effort(2, 6)))

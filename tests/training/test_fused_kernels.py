@@ -310,7 +310,7 @@ def test_kernels_that_compute_something_else_are_refused_at_start(
         policy(tiny, dtype=dtype, actor=ActorConfig(kernels=wrong[0]))
     assert told.value.exit_code == 78 and str(told.value).count("\n") == 0
     assert (
-        f"actor.kernels: found {wrong[0]}, with which this model computes something else; "
+        f"actor.kernels: found {wrong[0]}, with which this model computes different values; "
         in str(told.value)
     )
     assert f"times that of plain layers: {wrong[1]}" in str(told.value)

@@ -99,7 +99,7 @@ def test_every_tensor_of_transformers_model_has_its_name_and_shape(config: dict[
         (
             "vision_config",
             {"window_size": 112},
-            "vision_config.window_size is 112, which is not known here",
+            "vision_config.window_size is 112, an unknown key",
         ),
         (
             "vision_config",

@@ -28,7 +28,7 @@ from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.towers.encoder_input import TowerMedia
 from relax_hpc.training.models.towers.media import RowMedia, TowerInput
-from relax_hpc.training.models.towers.vision import normalised
+from relax_hpc.training.models.towers.vision import normalize_pixels
 from relax_hpc.training.trainer import Trainer
 from tests.helpers.convert_helpers import model, to
 from tests.helpers.media_helpers import (
@@ -114,7 +114,7 @@ def test_pixels_become_the_numbers_of_processors_where_the_tower_is(name: str):
     rules = replace(RULES, mean=(0.48, 0.46, 0.41), std=(0.27, 0.26, 0.28))
     pixels = raw_features(MEDIA[name], rules)
     assert pixels.dtype == np.uint8
-    found = normalised(torch.from_numpy(pixels).to(DEVICE), rules)
+    found = normalize_pixels(torch.from_numpy(pixels).to(DEVICE), rules)
     assert (found.cpu().numpy() == patches(MEDIA[name], rules)).all()
 
 
@@ -244,13 +244,16 @@ def test_rows_of_text_alone_leave_a_tower_without_gradient(directory: Path):
 
 @pytest.mark.parametrize(
     ("length", "says"),
-    [(3, "a span of 3 tokens at 3: its image has 2 tokens"), (1, "leave tokens of a medium over")],
+    [
+        (3, "a span of 3 tokens at 3: its image has 2 tokens"),
+        (1, "do not use all tokens of a medium"),
+    ],
 )
 def test_spans_that_media_do_not_fit_are_refused(length: int, says: str):
     spans = [{"kind": "image", "start": 3, "length": length, "media_id": "wide"}]
     with pytest.raises(BadMedium, match=says):
         collate([ROWS[2] | {"spans": spans}], 0, DEVICE, media=ROW_MEDIA)
-    with pytest.raises(ValueError, match="came without them"):
+    with pytest.raises(ValueError, match="no media were given"):
         collate([ROWS[0]], 0, DEVICE)
     assert idle_batch(ROWS[0], DEVICE).media is None
 

@@ -85,7 +85,7 @@ def test_what_cannot_be_given_back_is_told_at_start(tiny: Path):
         parameter.shape
     )
     with pytest.raises(
-        ConfigError, match=r"colocate: \d+ bytes of the actor's state cannot be given back"
+        ConfigError, match=r"colocate: \d+ bytes of the actor's state cannot be freed"
     ):
         DeviceOffload(ours)
 
@@ -94,7 +94,7 @@ def test_no_room_to_come_back_to_is_told(tiny: Path):
     away = DeviceOffload(trainer(tiny))
     away.offload()
     away._sizes[0] = 1 << 60
-    with pytest.raises(RelaxError, match=r"have no room on cpu .*mem_fraction_static"):
+    with pytest.raises(RelaxError, match=r"do not fit on cpu .*mem_fraction_static"):
         away.restore()
 
 

@@ -64,7 +64,7 @@ def test_a_swap_scores_with_the_other_weights_and_leaves_no_trace(
     for swaps in (False, True):
         ours = trainer(tiny, dtype=dtype, optimizer={"distributed": distributed})
         weights = SwappedWeights(ours.model.module)
-        weights.keep("initial")
+        weights.store("initial")
         for seed in (1, 2):
             ours.accumulate([batch(rows(4, seed))])
             ours.step(LR)
@@ -84,7 +84,7 @@ def test_an_error_meanwhile_brings_the_own_weights_back(tiny: Path) -> None:
     model = policy(tiny)
     weights = SwappedWeights(model.module)
     initial = weights_of(model)
-    weights.keep("initial")
+    weights.store("initial")
     with torch.no_grad():
         for value in model.module.parameters():
             value += 1.0
@@ -95,7 +95,7 @@ def test_an_error_meanwhile_brings_the_own_weights_back(tiny: Path) -> None:
     assert same(weights_of(model), changed)
     with weights.in_place("initial"):
         assert same(weights_of(model), initial)
-    weights.keep("initial")
+    weights.store("initial")
     with weights.in_place("initial"):
         assert same(weights_of(model), changed)
     with pytest.raises(KeyError), weights.in_place("nothing"):

@@ -105,7 +105,7 @@ def test_round_trip_is_byte_identical(tmp_path: Path, tied: bool):
 
 
 def test_a_model_directory_is_never_overwritten(tiny: Path):
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         policy(tiny).save_hf(tiny)
 
 
@@ -247,6 +247,6 @@ def test_a_refused_setting_of_a_family_names_the_family(
 def test_a_refused_setting_of_the_user_names_the_users_section(tiny: Path) -> None:
     further = {"recompute_granularity": "selective", "recompute_num_layers": 1}
     with pytest.raises(
-        ConfigError, match=r"^actor\.megatron: megatron-core refuses it beside the others: "
+        ConfigError, match=r"^actor\.megatron: megatron-core refuses it with the other settings: "
     ):
         transformer_config_of(tiny, Biased, **further)

@@ -195,7 +195,7 @@ def test_a_split_that_does_not_fit_the_model_is_refused():
         "vocab": 13,
         "tied": False,
     }
-    dense, mixed = Qwen3(**sizes), Qwen3Moe(**sizes, experts=4, chosen=2, normalised=True)
+    dense, mixed = Qwen3(**sizes), Qwen3Moe(**sizes, experts=4, chosen=2, normalizes_topk=True)
     check_split(dense, ParallelConfig(tensor=2, pipeline=3))
     check_split(dense, ParallelConfig(tensor=4, pipeline=3))
     check_split(dense, ParallelConfig(pipeline=2, first_stage_layers=1))
@@ -226,16 +226,19 @@ def test_a_split_that_does_not_fit_the_model_is_refused():
         # Whole experts are not cut, whatever their width.
         "moe_intermediate_size, 12": (mixed, ParallelConfig(tensor=8, sequence_parallel=True)),
     }
-    leaves = "which leaves {} of 3 layers to {} stages, allowed: what leaves {}"
+    leaves = "which leaves {} of 3 layers to {} stages, allowed: {}"
     uneven = {
-        "first_stage_layers: found 3, " + leaves.format(0, 1, "each as many, 1 or more"): (2, 3, 0),
-        "first_stage_layers: found 4, " + leaves.format(-1, 1, "each as many, 1 or more"): (
+        "first_stage_layers: found 3, "
+        + leaves.format(0, 1, "the same number for each, 1 or more"): (2, 3, 0),
+        "first_stage_layers: found 4, "
+        + leaves.format(-1, 1, "the same number for each, 1 or more"): (
             2,
             4,
             0,
         ),
-        "last_stage_layers: found 1, " + leaves.format(1, 0, "none"): (2, 1, 1),
-        "last_stage_layers: found 2, " + leaves.format(1, 2, "each as many, 1 or more"): (3, 0, 2),
+        "last_stage_layers: found 1, " + leaves.format(1, 0, "a value that leaves none"): (2, 1, 1),
+        "last_stage_layers: found 2, "
+        + leaves.format(1, 2, "the same number for each, 1 or more"): (3, 0, 2),
         "first_stage_layers: found 3 without a pipeline, allowed: 0": (1, 3, 0),
         "first_stage_layers: found 2 without a pipeline, allowed: 0": (1, 2, 1),
     }

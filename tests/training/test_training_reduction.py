@@ -64,7 +64,7 @@ def test_buckets_begin_in_one_order(ready: list[int], expert_buckets: int, missi
                 done.add(number)
                 assert module.begun == list(range(len(module.begun))) and done >= {*module.begun}
         assert module.begun == list(range(6)), "those of which a rank has no gradient too"
-        reduction.drop()
+        reduction.discard()
         module.begun.clear()
         done.clear()
     assert module.finished == 2 and module.passes == [] and module.config.no_sync_func is None
@@ -76,7 +76,7 @@ def test_nothing_begins_before_the_last_passes_and_nothing_follows_them() -> Non
     with reduction.passes(last=False):
         assert module.passes == ["others follow"] and module.config.no_sync_func is None
     assert module.begun == []
-    reduction.drop()
+    reduction.discard()
     assert module.finished == 0, "there is nothing to wait for"
     with reduction.passes(last=True):
         pass

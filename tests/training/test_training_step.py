@@ -440,7 +440,7 @@ def test_settings_of_megatron_core_reach_it(tiny: Path):
     with pytest.raises(ConfigError, match="hidden_size: found 8, not allowed"):
         trainer(tiny, megatron={"hidden_size": 8})
     with pytest.raises(
-        ConfigError, match="refuses it beside the others: When using recompute_granularity"
+        ConfigError, match="refuses it with the other settings: When using recompute_granularity"
     ):
         trainer(tiny, recompute="selective", megatron={"recompute_num_layers": 1})
 

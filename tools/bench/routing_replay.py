@@ -345,7 +345,7 @@ def own_time(on: bool) -> Iterator[list[float]]:
         (RouteShape, "fault"),
     ]
     places += [
-        (PolicyModel, "_routes_of"),
+        (PolicyModel, "_batch_routes"),
         (route_agreement.RouteAgreement, "add"),
         (route_agreement.RouteAgreement, "shares"),
     ]

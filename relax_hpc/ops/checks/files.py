@@ -343,7 +343,7 @@ def _stop_texts(config: Config, model: ModelFiles) -> Iterator[str]:
 def _tied(config: Config, model: ModelFiles) -> Iterator[str]:
     """Check that SGLang ties the output layer if the model does."""
     spec = model.spec
-    if spec and spec.tied and not spec.sglang_ties and config.rollout.engine.kind == "sglang":
+    if spec and spec.tied and not spec.ties_in_sglang and config.rollout.engine.kind == "sglang":
         key = "model.path" if config.model.path else "model.tiny"
         yield (
             f"{key}: found tie_word_embeddings true in a {spec.model_type}, with engine sglang "
@@ -359,7 +359,7 @@ def _transposed_experts(config: Config, model: ModelFiles) -> Iterator[str]:
         return
     saved_forms = stored_forms(spec)
     for name, form in published_forms(spec).items():
-        if form.turned and model.shapes.get(name) == saved_forms[name][-1].shape:
+        if form.transposed and model.shapes.get(name) == saved_forms[name][-1].shape:
             yield (
                 f"model.path: found {name} as transformers 5 saves it, with engine sglang allowed: "
                 "each expert transposed, as published; `relax-hpc convert` makes a megatron-core "

@@ -1,10 +1,9 @@
-"""Rows of the queue as packs: their tokens one after the other, and padded tables of what the loss
-takes."""
+"""Micro-batches: rows of the queue, packed into one sequence, with padded tables for the loss."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,118 +21,110 @@ from relax_hpc.training.models.towers.media import RowMedia, media_inputs
 from relax_hpc.training.models.upload import upload
 
 PAD = 0
-"""Token id where no row is; nothing that is used depends on it."""
-WHOLE = PackSplit()
-"""Split of a pack that one rank has all of."""
+"""Token id of padding. No result depends on it."""
+UNSPLIT = PackSplit()
+"""Split of a pack that one rank has completely."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """The n tokens whose log-probabilities this rank makes, in the order of its pack: int64 [n]
-    each."""
+    """The n tokens whose log-probabilities this rank computes, in the order of its pack. Each field
+    is int64 [n]."""
 
     tokens: Tensor
     """Token ids."""
     states: Tensor
-    """Numbers of this rank's hidden states [t] that predict the tokens: each that of the token
-    before it."""
-    places: Tensor
-    """Numbers of the tokens' places among [b, s]."""
+    """Indices of the hidden states [t] of this rank that predict the tokens: the states of the
+    tokens before them."""
+    positions: Tensor
+    """Indices of the tokens in the flattened table [b, s]."""
 
     def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """``values`` [n, *tail] where they belong in `shape` [b, s], and 0 elsewhere: [b, s,
-        *tail]; differentiable."""
+        """Put ``values`` [n, *tail] at their positions in a table of `shape` [b, s]; 0 elsewhere.
+
+        Returns [b, s, *tail]. Differentiable.
+        """
         tail = values.shape[1:]
-        return (
-            values.new_zeros((shape.numel(), *tail))
-            .index_copy(0, self.places, values)
-            .view(*shape, *tail)
-        )
+        table = values.new_zeros((shape.numel(), *tail))
+        return table.index_copy(0, self.positions, values).view(*shape, *tail)
 
 
 @dataclass(slots=True)
 class Batch:
-    """A micro-batch of b rows of at most s tokens, of whose pack this rank has t."""
+    """A micro-batch of b rows with at most s tokens each. This rank has t tokens of its pack."""
 
     tokens: Tensor
     """Token ids of the pack, [1, t] int64."""
     packed: PackedRows
-    """PackLayout of the rows in the pack."""
+    """Layout of the rows in the pack."""
     mask: Tensor
-    """Loss mask, [b, s] float32, 1 where the token was chosen by the policy and is trained on."""
+    """Loss mask, [b, s] float32: 1 for a token that the policy chose and that is trained."""
     lengths: list[int]
-    """Tokens of each row; none of an `idle_batch` one."""
+    """Tokens of each row; empty for an `idle_batch`."""
     episode_tokens: Tensor
-    """Trained tokens of all rows of the row's episode, [b, 1] float32; other batches may have some
-    of them."""
+    """Trained tokens of all rows of the row's episode, [b, 1] float32. Other batches may have some
+    of these rows."""
     shares: Tensor
-    """Share of each trained token in its episode, [1, t] float32; 0 for others, and -1 where no row
-    is."""
+    """Share of each trained token in its episode, [1, t] float32; 0 for other tokens, -1 for
+    padding."""
     scored: ScoredTokens
-    """Tokens that are scored: those that are trained, and all of a row that says of none whether it
-    is; the first of a row is predicted by nothing. Found on the host: a device would have to be
-    waited for."""
+    """Tokens that are scored: the trained ones, and all tokens of a row without a loss mask. The
+    first token of a row is not predicted. Computed on the host, because a device would have to
+    synchronize."""
     fields: dict[str, Tensor] = field(default_factory=dict)
-    """Fields that the loss takes, as far as every row has them: by name, [b, s, *tail] of the
-    declared type."""
+    """Inputs of the loss that every row has: by name, [b, s, *tail] of the declared type."""
     media: MediaInputs | None = None
-    """Media among its tokens of this rank; None: there are none in any row."""
+    """Media among its tokens of this rank. None: no row has media."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """Token fields that the model's forward pass takes: by name, [1, t, *tail] of the declared
     type."""
     routes: Routes | None = None
-    """Routes that the last forward pass was given, with the results of their comparison."""
+    """Routes of the last forward pass, with the results of their comparison."""
 
 
 def collate(
     rows: Sequence[Row],
     pad_id: int,
     device: str | torch.device,
-    split: PackSplit = WHOLE,
+    split: PackSplit = UNSPLIT,
     also: Sequence[str] = (),
     episode_tokens: Sequence[int] | None = None,
     media: RowMedia | None = None,
 ) -> Batch:
-    """One micro-batch of `rows` (at least one), as this rank of `split` has it.
+    """Micro-batch of `rows` (at least one), as this rank of `split` has it.
 
-    It has the fields that the loss takes, and of `also`, token fields that a model's forward pass
-    needs, those that every row has. A row needs `token_ids`; one without `loss_mask` has no trained
-    token, and is here to be scored. `episode_tokens`: see `Batch`; None: each row is all of its
-    episode. `media`: those that rows name in their `spans`.
+    The batch has those inputs of the loss that every row has, and those token fields of `also`
+    (inputs of a model's forward pass) that every row has. A row needs `token_ids`. A row without
+    `loss_mask` has no trained token; all of its tokens are scored. `episode_tokens`: see `Batch`;
+    None: each row is a whole episode. `media`: the media that rows name in their `spans`.
     """
     lengths = [len(row["token_ids"]) for row in rows]
-    places = PackLayout.from_lengths(lengths, split)
-    mine = places.rank_indices(split.rank)
-
-    def on_device(values: np.ndarray) -> Tensor:
-        return upload(values, device)
-
-    def known(names: Sequence[str]) -> list[str]:
-        return [name for name in names if all(row.get(name) is not None for row in rows)]
-
-    def input_of(name: str) -> Tensor:
-        return on_device(
-            _packed(rows, name, FIELDS[name].pad, FIELDS[name].dtype, places)[mine][None]
-        )
-
-    mask = _padded(rows, "loss_mask", 0.0, np.float32)
+    layout = PackLayout.from_lengths(lengths, split)
+    local = layout.rank_indices(split.rank)
+    mask = _pad_field(rows, "loss_mask", 0.0, np.float32)
     counts = mask.sum(1) if episode_tokens is None else np.array(episode_tokens, np.float32)
-    tokens = _packed(rows, "token_ids", pad_id, np.int64, places)
-    given, positions = _media(rows, places, split, device, media)
+    tokens = _pack_field(rows, "token_ids", pad_id, np.int64, layout)
+    inputs = {}
+    for name in _common_fields(rows, also):
+        spec = FIELDS[name]
+        packed = _pack_field(rows, name, spec.pad, spec.dtype, layout)
+        inputs[name] = upload(packed[local][None], device)
+    fields = {}
+    for name in _common_fields(rows, loss_fields()):
+        spec = FIELDS[name]
+        fields[name] = upload(_pad_field(rows, name, spec.pad, spec.dtype), device)
+    rank_media, positions = _collate_media(rows, layout, split, device, media)
     return Batch(
-        tokens=on_device(tokens[mine][None]),
-        packed=places.rank_rows(split.rank, device, positions),
-        mask=on_device(mask),
+        tokens=upload(tokens[local][None], device),
+        packed=layout.rank_rows(split.rank, device, positions),
+        mask=upload(mask, device),
         lengths=lengths,
-        episode_tokens=on_device(counts[:, None]),
-        shares=on_device(_shares(rows, mask, counts, places)[mine][None]),
-        scored=_scored(rows, tokens, places, mine, on_device),
-        fields={
-            name: on_device(_padded(rows, name, FIELDS[name].pad, FIELDS[name].dtype))
-            for name in known(loss_fields())
-        },
-        media=given,
-        inputs={name: input_of(name) for name in known(also)},
+        episode_tokens=upload(counts[:, None], device),
+        shares=upload(_token_shares(rows, mask, counts, layout)[local][None], device),
+        scored=_scored_tokens(rows, tokens, layout, local, device),
+        fields=fields,
+        media=rank_media,
+        inputs=inputs,
     )
 
 
@@ -141,138 +132,151 @@ def collate_parts(
     rows: Sequence[Row],
     parts: Sequence[Sequence[int]],
     device: str | torch.device,
-    split: PackSplit = WHOLE,
+    split: PackSplit = UNSPLIT,
     also: Sequence[str] = (),
     episode_tokens: Sequence[int] | None = None,
     media: RowMedia | None = None,
 ) -> list[Batch]:
-    """A micro-batch for each of `parts`, numbers of `rows`; see `collate`. One without any is
-    `idle_batch`."""
-    return [
-        collate(
-            [rows[n] for n in part],
-            PAD,
-            device,
-            split,
-            also,
-            None if episode_tokens is None else [episode_tokens[n] for n in part],
-            media,
-        )
-        if part
-        else idle_batch(rows[0], device, split, also)
-        for part in parts
-    ]
+    """One micro-batch for each list of row indices in `parts`; see `collate`.
+
+    An empty list gives an `idle_batch`.
+    """
+    batches = []
+    for indices in parts:
+        if not indices:
+            batches.append(idle_batch(rows[0], device, split, also))
+            continue
+        selected = [rows[index] for index in indices]
+        counts = None
+        if episode_tokens is not None:
+            counts = [episode_tokens[index] for index in indices]
+        batches.append(collate(selected, PAD, device, split, also, counts, media))
+    return batches
 
 
 def idle_batch(
-    row: Row, device: str | torch.device, split: PackSplit = WHOLE, also: Sequence[str] = ()
+    row: Row, device: str | torch.device, split: PackSplit = UNSPLIT, also: Sequence[str] = ()
 ) -> Batch:
-    """A micro-batch for a rank that has no row where others of its window have: it takes part in
-    what ranks do together, and adds nothing. It is made of the first token of `row`, any of the
-    window, which is not trained."""
-    tokens = {
-        name for name, spec in FIELDS.items() if spec.kind == "token" and row.get(name) is not None
-    }
-    first = {name: value[:1] if name in tokens else value for name, value in row.items()}
-    batch = collate(
-        [first | {"loss_mask": np.zeros(1, np.uint8), "spans": []}], PAD, device, split, also
-    )
+    """Micro-batch for a rank without rows, while other ranks of its window have some.
+
+    The rank takes part in all collectives and adds nothing. The batch consists of the first token
+    of `row`, any row of the window; it is not trained.
+    """
+    first: Row = dict(row)
+    for name, spec in FIELDS.items():
+        if spec.kind == "token" and row.get(name) is not None:
+            first[name] = row[name][:1]
+    first |= {"loss_mask": np.zeros(1, np.uint8), "spans": []}
+    batch = collate([first], PAD, device, split, also)
     batch.lengths = []
     batch.shares.fill_(-1.0)
     return batch
 
 
-def _padded(rows: Sequence[Row], name: str, pad: float, dtype: type | str) -> np.ndarray:
-    """Field ``name`` of rows, padded: [b, s, *tail]."""
-    size, tail = max(len(row["token_ids"]) for row in rows), np.shape(rows[0].get(name))[1:]
-    out = np.full((len(rows), size, *tail), pad, dtype)
-    for line, row in zip(out, rows, strict=True):
+def _common_fields(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that every row has."""
+    return [name for name in names if all(row.get(name) is not None for row in rows)]
+
+
+def _pad_field(rows: Sequence[Row], name: str, pad: float, dtype: type | str) -> np.ndarray:
+    """Padded table of field ``name``: [b, s, *tail]."""
+    size = max(len(row["token_ids"]) for row in rows)
+    tail = np.asarray(rows[0].get(name)).shape[1:]
+    table = np.full((len(rows), size, *tail), pad, dtype)
+    for line, row in zip(table, rows, strict=True):
         if row.get(name) is not None:
             line[: len(row["token_ids"])] = row[name]
-    return out
+    return table
 
 
-def _packed(
-    rows: Sequence[Row], name: str, pad: float, dtype: type | str, places: PackLayout
+def _pack_field(
+    rows: Sequence[Row], name: str, pad: float, dtype: type | str, layout: PackLayout
 ) -> np.ndarray:
-    """Field ``name`` of rows as they lie in the pack: [tokens of the whole pack, *tail]."""
-    out = np.full((places.total, *np.shape(rows[0][name])[1:]), pad, dtype)
-    for start, row in zip(places.starts, rows, strict=False):
-        out[start : start + len(row["token_ids"])] = row[name]
-    return out
+    """Values of field ``name`` in the order of the pack: [tokens of the whole pack, *tail]."""
+    packed = np.full((layout.total, *np.shape(rows[0][name])[1:]), pad, dtype)
+    for start, row in zip(layout.starts, rows, strict=False):
+        packed[start : start + len(row["token_ids"])] = row[name]
+    return packed
 
 
-def _media(
+def _collate_media(
     rows: Sequence[Row],
-    places: PackLayout,
+    layout: PackLayout,
     split: PackSplit,
     device: str | torch.device,
     media: RowMedia | None,
 ) -> tuple[MediaInputs | None, np.ndarray | None]:
-    """Media of this rank's tokens, if its stage embeds them, and positions in time, height and
-    width of all places, [3, tokens of the whole pack]; None: no row has media."""
+    """Media of this rank's tokens, if its stage embeds them, and the positions of all tokens in
+    time, height and width, [3, tokens of the whole pack]. None: no row has media."""
     if not any(row.get("spans") for row in rows):
         return None, None
     if media is None:
-        raise ValueError("rows name media in their spans, and came without them")
-    given = media_inputs(rows, media, places, split, device) if split.embeds else None
-    out = np.tile(places.positions(), (3, 1))
-    for start, row in zip(places.starts, rows, strict=False):
+        raise ValueError("rows name media in their spans, but no media were given")
+    inputs = media_inputs(rows, media, layout, split, device) if split.embeds else None
+    positions = np.tile(layout.positions(), (3, 1))
+    for start, row in zip(layout.starts, rows, strict=False):
         if row.get("spans"):
-            out[:, start : start + len(row["token_ids"])] = media.positions(row)
-    return given, out
+            positions[:, start : start + len(row["token_ids"])] = media.positions(row)
+    return inputs, positions
 
 
-def _shares(
-    rows: Sequence[Row], mask: np.ndarray, counts: np.ndarray, places: PackLayout
+def _token_shares(
+    rows: Sequence[Row], mask: np.ndarray, counts: np.ndarray, layout: PackLayout
 ) -> np.ndarray:
-    """Shares of trained tokens, [tokens of the whole pack], see `Batch`; ``mask`` [b, s],
-    ``counts`` [b] are of episodes."""
-    out = np.full(places.total, -1.0, np.float32)
-    for start, row, trained, count in zip(places.starts, rows, mask, counts, strict=False):
+    """`Batch.shares` of the whole pack, [tokens of the whole pack].
+
+    ``mask``: [b, s]. ``counts``: trained tokens of each row's episode, [b].
+    """
+    shares = np.full(layout.total, -1.0, np.float32)
+    for start, row, trained, count in zip(layout.starts, rows, mask, counts, strict=False):
         length = len(row["token_ids"])
-        out[start : start + length] = trained[:length] / max(count, 1.0)
-    return out
+        shares[start : start + length] = trained[:length] / max(count, 1.0)
+    return shares
 
 
-def _scored(
+def _scored_tokens(
     rows: Sequence[Row],
     tokens: np.ndarray,
-    places: PackLayout,
-    mine: np.ndarray,
-    on_device: Callable[[np.ndarray], Tensor],
+    layout: PackLayout,
+    local: np.ndarray,
+    device: str | torch.device,
 ) -> ScoredTokens:
+    """Scored tokens whose predicting states are ``local``, the tokens of this rank."""
     longest = max(len(row["token_ids"]) for row in rows)
-    # Of each place: where in [b, s] stands what it predicts; -1: it predicts nothing that is
-    # wanted.
-    predicts = np.full(places.total, -1, np.int64)
-    for line, (start, row) in enumerate(zip(places.starts, rows, strict=False)):
+    # For each token of the pack: index in the table [b, s] of the token that it predicts, or -1 if
+    # it predicts none that is scored.
+    predicted = np.full(layout.total, -1, np.int64)
+    for line, (start, row) in enumerate(zip(layout.starts, rows, strict=False)):
         length, mask = len(row["token_ids"]), row.get("loss_mask")
         wanted = np.ones(length, np.bool_) if mask is None else np.asarray(mask) > 0
         inside = np.flatnonzero(wanted[1:])
-        predicts[start + inside] = line * longest + inside + 1
-    states = np.flatnonzero(predicts[mine] >= 0)
-    # The next token may be another rank's.
+        predicted[start + inside] = line * longest + inside + 1
+    states = np.flatnonzero(predicted[local] >= 0)
+    # The next token may belong to another rank, so it is taken from the whole pack.
+    next_tokens = tokens[local[states] + 1]
     return ScoredTokens(
-        on_device(tokens[mine[states] + 1]), on_device(states), on_device(predicts[mine[states]])
+        upload(next_tokens, device),
+        upload(states, device),
+        upload(predicted[local[states]], device),
     )
 
 
-def episode_tokens(rows: Sequence[Row]) -> list[int]:
-    """Trained tokens of the whole episode of each of `rows`, which have all rows of an episode."""
+def count_episode_tokens(rows: Sequence[Row]) -> list[int]:
+    """Trained tokens of each row's whole episode. `rows` must hold all rows of each episode."""
     episodes = [parse_row_id(row["row_id"])[:2] for row in rows]
-    found: Counter[tuple[int, int]] = Counter()
+    counts: Counter[tuple[int, int]] = Counter()
     for episode, row in zip(episodes, rows, strict=True):
-        found[episode] += int(np.count_nonzero(row["loss_mask"]))
-    return [found[episode] for episode in episodes]
+        counts[episode] += int(np.count_nonzero(row["loss_mask"]))
+    return [counts[episode] for episode in episodes]
 
 
 def split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """`rows` as micro-batches of at most `max_tokens` tokens, few and of about equal size; a longer
-    row stands alone.
+    """Split `rows` into few micro-batches of about equal size, at most `max_tokens` tokens each.
 
-    >>> [[len(row["token_ids"]) for row in part] for part in split_rows([{"token_ids": [0] * n} for
-    ...     n in (2, 5, 9)], 8)]
+    A longer row gets a separate micro-batch.
+
+    >>> rows = [{"token_ids": [0] * length} for length in (2, 5, 9)]
+    >>> [[len(row["token_ids"]) for row in part] for part in split_rows(rows, 8)]
     [[9], [2, 5]]
     """
     lengths = {number: len(row["token_ids"]) for number, row in enumerate(rows)}

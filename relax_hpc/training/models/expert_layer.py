@@ -1,5 +1,5 @@
-"""Layers of experts: megatron-core's, whose routers know what each token is worth, and count what
-they choose."""
+"""Layers of experts: megatron-core's layers, with routers that weigh tokens as the loss does, and
+that count the chosen experts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from relax_hpc.training.models.replay import RoutedLayer, Routes
 
 
 class ExpertLayer(MoELayer):
-    """Layer of experts: megatron-core's, without shared experts. Its `padding_mask` is no mask: see
-    `Router`."""
+    """megatron-core's layer of experts, without shared experts. Its `padding_mask` contains weights
+    of tokens; see `Router`."""
 
     replay: RoutedLayer | None = None
-    """Holder of the routes of the present micro-batch, if it has some; see
-    `relax_hpc.training.models.replay`."""
+    """Routes of the layer, if the run has some; see `relax_hpc.training.models.replay`."""
 
     def forward(
         self,
@@ -34,25 +33,30 @@ class ExpertLayer(MoELayer):
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """[t, 1, h] -> the same shape, and no bias. ``padding_mask`` [1, t]: `Batch.shares`."""
-        shares = None if padding_mask is None else self._own(padding_mask.flatten(), hidden_states)
-        compute = partial(self._compute, self.replay and self.replay.routes)
+        shares = None
+        if padding_mask is not None:
+            shares = self._rank_shares(padding_mask.flatten(), hidden_states)
+        compute = partial(self._compute, self.replay.routes if self.replay else None)
         if self.moe_layer_recompute:
             return tensor_parallel.checkpoint(compute, False, hidden_states, shares), None
         return compute(hidden_states, shares), None
 
-    def _own(self, shares: Tensor, hidden_states: Tensor) -> Tensor:
-        """Shares of this rank's tokens; under sequence parallelism only the first pipeline stage
-        has them cut."""
+    def _rank_shares(self, shares: Tensor, hidden_states: Tensor) -> Tensor:
+        """Shares of this rank's tokens.
+
+        Under sequence parallelism, megatron-core 0.16.1 splits the mask only in the first pipeline
+        stage.
+        """
         size = hidden_states.shape[0]
-        return (
-            shares if len(shares) == size else shares.narrow(0, self.tp_group.rank() * size, size)
-        )
+        if len(shares) == size:
+            return shares
+        return shares.narrow(0, self.tp_group.rank() * size, size)
 
     def _compute(
         self, routes: Routes | None, hidden_states: Tensor, shares: Tensor | None
     ) -> Tensor:
         if self.replay:
-            # Computed again, it comes after other micro-batches, which had their own.
+            # A recomputed pass comes after other micro-batches, which have set their own routes.
             self.replay.routes = routes
         probs, chosen = self.route(hidden_states, shares)
         tokens, probs = self.preprocess(hidden_states, probs, chosen)
@@ -61,25 +65,27 @@ class ExpertLayer(MoELayer):
 
 
 class Router(TopKRouter):
-    """Router of tokens to experts: megatron-core's, with a balance loss for gradients that are
-    summed and divided once.
+    """megatron-core's router, with a balance loss for gradients that are summed over micro-batches
+    and divided once.
 
-    Of a micro-batch with T tokens, of which f_i T k chose expert i, whose probabilities have the
-    mean P_i, it is coefficient * w * E * sum_i f_i P_i (Fedus et al., arXiv 2101.03961, equation
-    4), w being the micro-batch's weight in the loss: the step's division by all weights leaves a
-    weighted mean. Padding takes no part.
+    The loss of a micro-batch is coefficient * w * E * sum_i f_i P_i (Fedus et al., arXiv
+    2101.03961, equation 4). T tokens choose k experts each, f_i T k of them expert i. P_i is the
+    mean of its probabilities. w is the micro-batch's weight in the loss, so that the step's
+    division by the sum of weights gives a weighted mean. Padding is excluded.
     """
 
     coefficient = 0.0
     by_token = True
-    """Whether a trained token weighs 1 in the loss, and not its share of its episode."""
+    """Whether a trained token weighs 1 in the loss. If not, it weighs its share of its episode."""
     counted: Tensor | None = None
-    """Tokens of this rank that chose each expert, and its part of the loss, float64 [E + 1], since
-    they were last taken."""
+    """Tokens of this rank that chose each expert, and this rank's part of the loss, float64 [E +
+    1], since the last `take_counts`."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``padding_mask`` [t]: `Batch.shares`; None: nothing is counted, as where nothing is
-        learned."""
+        """Probabilities and choice of experts. ``padding_mask`` [t]: `Batch.shares`.
+
+        Without a mask or without gradients, nothing is counted.
+        """
         probs, chosen = super().routing(logits)
         if padding_mask is None or not torch.is_grad_enabled():
             return probs, chosen
@@ -94,41 +100,41 @@ class Router(TopKRouter):
         return probs, chosen
 
     def _balance_loss(self, logits: Tensor, real: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-        """Balance loss of this rank's tokens, its part of the sum; ``logits`` [t, E]."""
-        whole = torch.cat([counts.float(), real.sum().float()[None], weight.float()[None]])
+        """This rank's part of the balance loss; ``logits`` [t, E]."""
+        totals = torch.cat([counts.float(), real.sum().float()[None], weight.float()[None]])
         if self.tp_cp_group.size() > 1:
-            dist.all_reduce(whole, group=self.tp_cp_group)
-        tokens = whole[-2].clamp(min=1)
-        chosen = whole[:-2] / (tokens * self.topk)
+            dist.all_reduce(totals, group=self.tp_cp_group)
+        tokens = totals[-2].clamp(min=1)
+        chosen = totals[:-2] / (tokens * self.topk)
         mean = (logits.float().softmax(-1) * real[:, None]).sum(0) / tokens
-        return self.coefficient * whole[-1] * len(counts) * (chosen * mean).sum()
+        return self.coefficient * totals[-1] * len(counts) * (chosen * mean).sum()
 
     def _count(self, counts: Tensor, loss: Tensor) -> None:
-        found = torch.cat([counts.double(), loss.double()[None]])
-        self.counted = found if self.counted is None else self.counted + found
+        new = torch.cat([counts.double(), loss.double()[None]])
+        self.counted = new if self.counted is None else self.counted + new
 
-    def take(self) -> Tensor | None:
-        """Take what was `counted`, which begins anew."""
-        found, self.counted = self.counted, None
-        return found
+    def take_counts(self) -> Tensor | None:
+        """Return `counted`, and reset it."""
+        counted, self.counted = self.counted, None
+        return counted
 
 
 def routers(module: torch.nn.Module) -> list[Router]:
     """Routers of all layers of this stage."""
-    return [one for one in module.modules() if isinstance(one, Router)]
+    return [child for child in module.modules() if isinstance(child, Router)]
 
 
 def put_experts(layer: Any, grouped: bool) -> None:
-    """Have the layers that are made of the spec ``layer`` be these, with experts that are
-    ``grouped`` or not."""
+    """Use `ExpertLayer` in the layer spec ``layer``, with ``grouped`` experts or single ones."""
     submodules = layer.submodules.mlp.submodules
     submodules.router = Router
     if grouped:
         submodules.experts.module = GroupedExperts
 
-    class Layer(ExpertLayer):
-        # A spec of a class that it does not know makes megatron-core warn.
+    class BoundExpertLayer(ExpertLayer):
+        # megatron-core 0.16.1 warns about a spec with an unknown class, so the submodules are bound
+        # here instead of in a spec.
         def __init__(self, config: TransformerConfig) -> None:
             super().__init__(config, submodules)
 
-    layer.submodules.mlp = Layer
+    layer.submodules.mlp = BoundExpertLayer

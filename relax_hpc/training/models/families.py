@@ -1,10 +1,10 @@
-"""Families of models: the table by which `check`, the trainer and `convert` read a config.json.
+"""Families of models. `check`, the trainer and `convert` read a config.json by this table.
 
-A key of config.json is checked_config (its value is checked, and used), harmless (nothing that is
-trained depends on it), or refused by name: a key that nobody here knows may change the arithmetic,
-and then the trained model is silently another one than the engine serves. `model.ignore_keys`
-overrules. Null counts as absent where transformers takes it so; where it does not load such a file,
-null is refused.
+Each key of config.json is supported (its value is checked and used), harmless (no trained value
+depends on it), or refused by name. An unknown key may change the arithmetic, so that the trained
+model would silently differ from the model that the engine serves. `model.ignore_keys` accepts it
+nevertheless. Null counts as absent if transformers treats it so. If transformers does not load such
+a file, null is refused.
 """
 
 from __future__ import annotations
@@ -39,36 +39,33 @@ _FAMILIES: tuple[type[ModelSpec], ...] = (
     Qwen3OmniMoeThinker,
 )
 FAMILIES = {family.model_type: family for family in _FAMILIES}
-"""Families by `model_type`. A new one is a class in a file of its own, and its name here; what
-Qwen3.5 would take is in docs/reference/towers.md."""
+"""Families by `model_type`. To add one, write a class in a new file and add its name here;
+docs/reference/towers.md describes the work for Qwen3.5."""
 _OVERRULES: dict[Use, str] = {"train": "model.ignore_keys", "convert": "--ignore-keys"}
 
 _HARMLESS = {
-    "about the file, and how weights are stored and run, which the run's settings decide": """
+    "describe the file, or how weights are stored and run, which the run's settings decide": """
         model_type _name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16
         torchscript tokenizer_class _attn_implementation _attn_implementation_autoset
         attn_implementation unsloth_version unsloth_fixed""",
     "token ids, which the tokenizer and the engines read": """
         bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id""",
-    "what a forward pass returns beside logits": """
+    "outputs of a forward pass other than logits": """
         output_attentions output_hidden_states return_dict chunk_size_feed_forward id2label label2id
         problem_type finetuning_task task_specific_params is_decoder tf_legacy_loss""",
-    (
-        "dropout, and the router's own loss: no part of the function, and nothing here trains with "
-        "them"
-    ): """
+    "dropout and the router's loss, which this trainer does not use": """
         attention_dropout router_aux_loss_coef output_router_logits""",
-    "of a window that `use_sliding_window` false leaves unused": "sliding_window max_window_layers",
-    "how to generate, which the run's settings say": """
+    "a window that is unused if `use_sliding_window` is false": "sliding_window max_window_layers",
+    "generation, which the run's settings decide": """
         max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
         temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
         encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
         return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
         exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix""",
 }
-"""Reason why nothing that is trained depends on keys -> those keys."""
-HARMLESS = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
-"""Keys that any config.json may have, whatever their values, unless a family has a rule for one."""
+"""Reason why no trained value depends on some keys -> those keys."""
+HARMLESS = frozenset(" ".join(_HARMLESS.values()).split())
+"""Keys that any config.json may have, with any value, unless a family has a rule for one."""
 
 _NOT_NULL_KEYS = """
     activation_dropout activation_function assistant_token_id attention_bias attention_dropout
@@ -85,35 +82,36 @@ _NOT_NULL_KEYS = """
     tts_pad_token_id use_cache use_sliding_window user_token_id video_token_id vision_end_token_id
     vision_start_token_id vocab_size"""
 _NOT_NULL = frozenset(_NOT_NULL_KEYS.split())
-"""Keys whose null transformers 5.12 does not load in one family or more, as the type of its field
-is not optional."""
+"""Keys for which transformers 5.12 does not load null in at least one family, because the type of
+the field is not optional."""
 _NOT_NULL_IN = {"qwen3": frozenset(["head_dim"]), "qwen3_vl": frozenset(["head_dim"])}
-"""Further such keys by `model_type`; others load them."""
+"""Further such keys by `model_type`. Other families load null for them."""
 
 
 def checked_config(
     hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train"
 ) -> dict[str, Any]:
-    """The content of config.json without what is null or to be ignored. ConfigError naming all that
-    is not known."""
-    if found := list(config_problems(hf_config, ignore_keys, use)):
-        raise ConfigError(f"config.json: {'; '.join(found)}")
+    """The content of config.json without nulls and ``ignore_keys``. ConfigError lists all its
+    `config_problems`."""
+    problems = list(config_problems(hf_config, ignore_keys, use))
+    if problems:
+        raise ConfigError(f"config.json: {'; '.join(problems)}")
     return _without(hf_config, ignore_keys)
 
 
 def spec_from_config(
     hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train"
 ) -> ModelSpec:
-    """The model that config.json describes. ConfigError as `checked_config`."""
-    known = checked_config(hf_config, ignore_keys, use)
-    return FAMILIES[known["model_type"]].from_config(known)
+    """The model that config.json describes. ConfigError as in `checked_config`."""
+    config = checked_config(hf_config, ignore_keys, use)
+    return FAMILIES[config["model_type"]].from_config(config)
 
 
 def route_shape_of_model(directory: Path, model: ModelConfig) -> RouteShape | None:
-    """Shape of the routes that come with the tokens of a run whose model is in ``directory``; None:
-    none come.
+    """Shape of the routes that come with the tokens of a run whose model is in ``directory``.
 
-    ConfigError as `checked_config`."""
+    None: the run has no routes. ConfigError as in `checked_config`.
+    """
     if model.routing_replay == "off":
         return None
     return spec_from_config(
@@ -124,60 +122,64 @@ def route_shape_of_model(directory: Path, model: ModelConfig) -> RouteShape | No
 def config_problems(
     hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train"
 ) -> Iterator[str]:
-    """Mistakes in the content of config.json: keys that are missing, not supported or unknown, one
-    line each."""
-    known = _without(hf_config, ignore_keys)
+    """Problems of the content of config.json, one line each: keys that are missing, unknown or have
+    values that are not supported."""
+    config = _without(hf_config, ignore_keys)
     allowed = [name for name, family in FAMILIES.items() if use in family.uses]
-    kind = known.get("model_type")
-    if kind not in allowed:
-        yield f"model_type is {_shown(kind)}, supported to {use}: {', '.join(allowed)}"
+    model_type = config.get("model_type")
+    if model_type not in allowed:
+        yield f"model_type is {_shown(model_type)}, supported to {use}: {', '.join(allowed)}"
         return
-    with_nulls = _without(hf_config, ignore_keys, nulls=True)
-    for place, section in FAMILIES[kind].sections().items():
-        if found := _at(known, place):
-            whole = _at(with_nulls, place)
-            for line in (
-                *_nulls(kind, whole),
-                *_mistakes(section, kind, found, use),
-                *_null_base(whole),
-            ):
-                # Keys are foreign text.
-                yield escape_line(f"{place}{line}")
+    with_nulls = _without(hf_config, ignore_keys, keep_nulls=True)
+    for prefix, section in FAMILIES[model_type].sections().items():
+        mapping = _mapping_at(config, prefix)
+        if not mapping:
+            continue
+        nullable = _mapping_at(with_nulls, prefix)
+        problems = [
+            *_null_problems(model_type, nullable),
+            *_section_problems(section, model_type, mapping, use),
+            *_rope_theta_problems(nullable),
+        ]
+        for line in problems:
+            # Keys of a foreign file may contain line breaks or control characters.
+            yield escape_line(f"{prefix}{line}")
 
 
-def _at(mapping: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """Mapping inside of another at a ``place`` such as `text_config.`; empty: there is none."""
-    found: Any = mapping
-    for key in place.split(".")[:-1]:
-        found = found.get(key)
-        if not isinstance(found, dict):
+def _mapping_at(config: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """Nested mapping of ``config`` under a ``prefix`` such as `text_config.`; empty if missing."""
+    mapping: Any = config
+    for key in prefix.split(".")[:-1]:
+        mapping = mapping.get(key)
+        if not isinstance(mapping, dict):
             return {}
-    return dict(found)
+    return dict(mapping)
 
 
-def _mistakes(section: Section, kind: str, known: Mapping[str, Any], use: Use) -> Iterator[str]:
-    """Mistakes in one mapping of the config.json of a model of ``kind``."""
-    for key in section.needed:
-        if key not in known:
-            yield f"{key} is missing; is this a {kind} model?"
-    for key, value in _flat(known):
+def _section_problems(
+    section: Section, model_type: str, mapping: Mapping[str, Any], use: Use
+) -> Iterator[str]:
+    """Problems of one mapping of a config.json, which has no nulls."""
+    for key in section.required_keys:
+        if key not in mapping:
+            yield f"{key} is missing; is this a {model_type} model?"
+    for key, value in _flat_items(mapping):
         rule = section.rules.get(key)
         if rule is None and key in HARMLESS:
             continue
         if rule is None:
             yield (
-                f"{key} is {_shown(value)}, which is not known here; {_OVERRULES[use]} takes it "
-                "for harmless"
+                f"{key} is {_shown(value)}, an unknown key; {_OVERRULES[use]} treats it as harmless"
             )
         elif not rule.fits(value):
             yield f"{key} is {_shown(value)}, supported is {rule.allowed}"
-    yield from section.contradictions(known)
+    yield from section.contradictions(mapping)
 
 
-def _nulls(kind: str, whole: Mapping[str, Any]) -> Iterator[str]:
-    """Mistakes in the nulls of one mapping of the config.json of a model of ``kind``."""
-    not_null = _NOT_NULL | _NOT_NULL_IN.get(kind, frozenset())
-    for key, value in whole.items():
+def _null_problems(model_type: str, mapping: Mapping[str, Any]) -> Iterator[str]:
+    """Nulls of one mapping of a config.json that transformers does not load."""
+    not_null = _NOT_NULL | _NOT_NULL_IN.get(model_type, frozenset())
+    for key, value in mapping.items():
         if value is None and key in not_null:
             yield (
                 f"{key} is null, which transformers 5 does not load; give the published value, "
@@ -185,48 +187,52 @@ def _nulls(kind: str, whole: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _null_base(whole: Mapping[str, Any]) -> Iterator[str]:
-    if place := _null_rope_theta(whole):
-        yield (
-            f"{place} is null, with which no engine starts; say what it is, as the published "
-            "model does"
-        )
+def _rope_theta_problems(mapping: Mapping[str, Any]) -> Iterator[str]:
+    key = _null_rope_theta(mapping)
+    if key:
+        yield f"{key} is null, with which no engine starts; give the value of the published model"
 
 
-def _null_rope_theta(whole: Mapping[str, Any]) -> str:
-    """Key whose null keeps transformers from taking its default, or empty; a null with another
-    value beside it does not count."""
-    found = next((name for name in reversed(ROPE) if whole.get(name)), "")
-    inside = whole[found] if found and isinstance(whole[found], dict) else {}
-    place, holder = (
-        (f"{found}.rope_theta", inside) if "rope_theta" in inside else ("rope_theta", whole)
-    )
-    return place if "rope_theta" in holder and holder["rope_theta"] is None else ""
+def _null_rope_theta(mapping: Mapping[str, Any]) -> str:
+    """Key of a null `rope_theta`, which prevents the default of transformers; empty if it has none.
+
+    A null in the rotary embedding's mapping has priority over the key beside it.
+    """
+    name = next((name for name in reversed(ROPE) if mapping.get(name)), "")
+    rope = mapping[name] if name and isinstance(mapping[name], dict) else {}
+    if "rope_theta" in rope:
+        key, holder = f"{name}.rope_theta", rope
+    else:
+        key, holder = "rope_theta", mapping
+    return key if "rope_theta" in holder and holder["rope_theta"] is None else ""
 
 
-def _flat(known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys and values, those of the rotary embedding's mappings beside them."""
-    for key, value in known.items():
+def _flat_items(mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys and values. Those of the rotary embedding's mappings follow as `rope_scaling.factor`."""
+    for key, value in mapping.items():
         yield key, value
         if key in ROPE and isinstance(value, dict):
-            yield from ((f"{key}.{name}", item) for name, item in value.items())
+            for name, item in value.items():
+                yield f"{key}.{name}", item
 
 
 def _without(
-    hf_config: Mapping[str, Any], ignore_keys: Collection[str], nulls: bool = False
+    hf_config: Mapping[str, Any], ignore_keys: Collection[str], keep_nulls: bool = False
 ) -> dict[str, Any]:
-    """``hf_config`` without ``ignore_keys``, which may lie inside of a mapping, as
-    `rope_scaling.factor`, and, unless they are wanted, ``nulls``."""
+    """``hf_config`` without ``ignore_keys`` and, unless ``keep_nulls``, without nulls.
 
-    def kept(mapping: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        wanted = {key: one for key, one in mapping.items() if f"{prefix}{key}" not in ignore_keys}
-        return {
-            key: kept(one, f"{prefix}{key}.") if isinstance(one, dict) else one
-            for key, one in wanted.items()
-            if nulls or one is not None
-        }
+    A key of a nested mapping is written as `rope_scaling.factor`.
+    """
 
-    return kept(hf_config, "")
+    def filtered(mapping: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        result = {}
+        for key, value in mapping.items():
+            if f"{prefix}{key}" in ignore_keys or (value is None and not keep_nulls):
+                continue
+            result[key] = filtered(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        return result
+
+    return filtered(hf_config, "")
 
 
 def _shown(value: Any) -> str:

@@ -1,8 +1,7 @@
-"""Floating-point operations of training, and what share of its GPUs' peak it reaches (MFU, arXiv
-2204.02311).
+"""Floating-point operations of training, for its share of the GPUs' peak (MFU, arXiv 2204.02311).
 
-Counted is what the model needs: no recomputation, no padding, and half of the attention matrix, as
-it is causal.
+Only operations that the model needs are counted: no recomputation, no padding, and half of the
+causal attention matrix.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from relax_hpc.data.multimodal.medium import Grid, Kind
     from relax_hpc.training.models.spec import ModelSpec
+    from relax_hpc.training.models.towers.tower import Tower
 
 PEAKS = (
     ("H100 PCIe", 756e12),
@@ -27,15 +27,15 @@ PEAKS = (
     ("B200", 2250e12),
     ("L40S", 362e12),
 )
-"""Part of a device's name -> multiplications and additions a second that its maker states for
-bfloat16, dense (not sparse). The first that fits counts."""
+"""Part of a device's name -> operations per second that its maker states for dense bfloat16. The
+first entry that fits counts."""
 
 
 def forward_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
-    """Floating-point operations of one forward pass over rows of so many tokens, each by itself.
+    """Floating-point operations of one forward pass over separate rows with ``lengths`` tokens.
 
-    A multiplication by a matrix is 2 for each of its elements. Attention is 2 for each pair of a
-    token and one that it sees, each of `heads * head_dim` channels, and both of its products.
+    A matrix product has 2 operations for each element of the matrix. Attention has 2 for each pair
+    of a token and a visible token, for each of `heads * head_dim` channels, in both products.
     """
     rows = list(lengths)
     matrices = 2 * spec.matrix_elements() * sum(rows)
@@ -50,23 +50,24 @@ def training_flops(
     media: Iterable[tuple[Kind, Grid]] = (),
     frozen: Collection[str] = (),
 ) -> float:
-    """Floating-point operations of one forward and backward pass over rows of so many tokens and
-    their distinct ``media``: gradients of inputs and of weights are twice the forward pass, and
-    towers that are ``frozen`` have none.
+    """Floating-point operations of one forward and backward pass over rows with ``lengths`` tokens
+    and their distinct ``media``.
+
+    The gradients of inputs and weights cost twice the forward pass. ``frozen`` towers have none.
     """
-    found, towers = (
-        3 * forward_flops(spec, lengths),
-        {kind: tower for tower in spec.towers for kind in tower.kinds},
-    )
+    total = 3 * forward_flops(spec, lengths)
+    towers: dict[Kind, Tower] = {}
+    for tower in spec.towers:
+        towers |= dict.fromkeys(tower.kinds, tower)
     for kind, grid in media:
         tower = towers[kind]
-        found += (1 if tower.name in frozen else 3) * 2 * tower.multiply_adds(grid)
-    return found
+        total += (1 if tower.name in frozen else 3) * 2 * tower.multiply_adds(grid)
+    return total
 
 
 def peak_flops(device: str) -> float | None:
-    """Peak floating-point operations a second, in bfloat16, of a device by torch's name; None: not
-    known here.
+    """Peak floating-point operations per second in bfloat16 of a device with that name in torch;
+    None: unknown.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("Quadro P400")
     (989000000000000.0, None)

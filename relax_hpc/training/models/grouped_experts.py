@@ -1,4 +1,4 @@
-"""All experts of a rank in one product of matrices, by torch's own grouped kernel."""
+"""All experts of a rank in one matrix product, by torch's grouped kernel."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class GroupedExperts(SequentialMLP):
-    """megatron-core's sequential experts, their parameters and their checkpoints, computed
-    together.
+    """megatron-core's sequential experts, computed together. Parameters and checkpoints are the
+    same.
 
-    Their weights are copied into one piece for each pass through the layer.
+    Each pass through the layer copies the weights into one tensor.
     """
 
     def forward(
@@ -21,17 +21,19 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """``permuted_local_hidden_states`` [n, h] in the order of experts, of whom each has so
-        many; what they give, weighted by ``permuted_probs`` [n]."""
+        """Results of the experts [n, h], weighted by ``permuted_probs`` [n].
+
+        ``permuted_local_hidden_states``: [n, h] in the order of experts. ``tokens_per_expert``:
+        [experts].
+        """
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
-        both = F.grouped_mm(tokens, self._weights("linear_fc1"), offs=ends)
-        gate, up = both.chunk(2, -1)
+        gate_up = F.grouped_mm(tokens, self._weights("linear_fc1"), offs=ends)
+        gate, up = gate_up.chunk(2, -1)
         inner = (F.silu(gate) * up * permuted_probs[:, None]).to(tokens.dtype)
         return F.grouped_mm(inner, self._weights("linear_fc2"), offs=ends), None
 
     def _weights(self, name: str) -> Tensor:
         """[experts, in, out]"""
-        return torch.stack(
-            [getattr(expert, name).weight for expert in self.local_experts]
-        ).transpose(1, 2)
+        weights = [getattr(expert, name).weight for expert in self.local_experts]
+        return torch.stack(weights).transpose(1, 2)

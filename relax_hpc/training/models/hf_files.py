@@ -1,5 +1,5 @@
-"""Hugging Face model directories: lazy reading of safetensors, and writing a whole directory at
-once."""
+"""Hugging Face model directories: lazy reading of safetensors, and atomic writing of a
+directory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SafetensorFiles(Mapping[str, Any]):
             for name in file.offset_keys():
                 if name in self._owner:
                     raise ConfigError(
-                        f"{path}: tensor {name} lies in another file of the directory too"
+                        f"{path}: another file of the directory has tensor {name} too"
                     )
                 self._owner[name] = file
 
@@ -77,7 +77,7 @@ class SafetensorFiles(Mapping[str, Any]):
 
 
 def load_untrained_tensors(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Tensors of a directory that are no part of what is trained."""
+    """Tensors of a directory that are not trained."""
     if not spec.untrained_prefixes:
         return {}
     with SafetensorFiles(directory) as files:
@@ -85,27 +85,28 @@ def load_untrained_tensors(directory: Path, spec: ModelSpec) -> dict[str, Tensor
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The content of config.json. ConfigError if it is missing or no JSON object."""
+    """The content of config.json. ConfigError if it is missing or not a JSON object."""
     return read_json_object(directory / "config.json")
 
 
 def write_directory(
     directory: Path, hf_config: dict[str, Any], tensors: Mapping[str, Tensor], source: Path | None
 ) -> None:
-    """Write config.json and model.safetensors, with tokenizer files of `source`, into a new
+    """Write config.json, model.safetensors and the tokenizer files of `source` into a new
     `directory`.
 
-    It appears whole, by rename. ConfigError if it is there already.
+    The complete directory appears by rename. ConfigError if it exists.
     """
     if directory.exists():
-        raise ConfigError(f"{directory}: is there already; a model directory is never overwritten")
+        raise ConfigError(f"{directory}: exists already; a model directory is never overwritten")
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    for pattern in (*_COPIED, *_COPIED_CONFIGS) if source else ():
-        for path in source.glob(pattern):
-            copy_regular(path, partial / path.name)
+    if source is not None:
+        for pattern in (*_COPIED, *_COPIED_CONFIGS):
+            for path in source.glob(pattern):
+                copy_regular(path, partial / path.name)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     key = "dtype" if "dtype" in hf_config else "torch_dtype"
     (partial / "config.json").write_text(json.dumps(hf_config | {key: dtype}, indent=2) + "\n")

@@ -30,28 +30,34 @@ if TYPE_CHECKING:
 
 def all_pieces(spec: ModelSpec) -> dict[str, Piece]:
     """Every Hugging Face tensor of the model by name."""
-    entries = stage_entries(spec, range(spec.layers), first=True, last=True)
-    return {piece.name: piece for entry in entries for piece in entry.pieces}
+    pieces: dict[str, Piece] = {}
+    for entry in stage_entries(spec, range(spec.layers), first=True, last=True):
+        pieces |= {piece.name: piece for piece in entry.pieces}
+    return pieces
 
 
 def stored_forms(spec: ModelSpec) -> dict[str, Forms]:
-    """Tensors that a file of this model may hold, by name: each piece by itself, a tied embedding's
-    copy, and those that hold several pieces."""
+    """Forms of all tensors that a file of this model may hold, by name.
+
+    These are single pieces, a copy of a tied embedding, and tensors that hold several pieces.
+    """
     pieces = all_pieces(spec)
-    forms = {name: (single_form(piece),) for name, piece in pieces.items()}
+    forms: dict[str, Forms] = {name: (single_form(piece),) for name, piece in pieces.items()}
     if spec.tied:
         forms[spec.output] = forms[spec.embedding]
     return forms | spec.packed_forms(pieces)
 
 
 def published_forms(spec: ModelSpec) -> dict[str, StoredForm]:
-    """Tensors of this model as its family is published, by name."""
+    """Forms of this model's tensors in the published files of its family, by name."""
     pieces = all_pieces(spec)
-    packed = {
-        name: forms[0] for name, forms in spec.packed_forms(pieces).items() if spec.published_packed
-    }
-    held = {piece.name for form in packed.values() for piece in form.pieces}
-    return {name: single_form(piece) for name, piece in pieces.items() if name not in held} | packed
+    packed: dict[str, StoredForm] = {}
+    if spec.published_packed:
+        packed = {name: forms[0] for name, forms in spec.packed_forms(pieces).items()}
+    for form in packed.values():
+        for piece in form.pieces:
+            pieces.pop(piece.name, None)
+    return {name: single_form(piece) for name, piece in pieces.items()} | packed
 
 
 def stage_entries(
@@ -61,82 +67,79 @@ def stage_entries(
     last: bool,
     modules: Literal["local", "te"] = "local",
 ) -> list[FusedParameter]:
-    """Parameters of the pipeline stage that holds `layers` (global), towers and embedding if
-    `first` and logits if `last`."""
+    """Parameters of the pipeline stage that holds `layers` (global numbers).
+
+    The `first` stage also holds towers and embedding, the `last` one the output layer. `modules`:
+    megatron-core's layer spec.
+    """
     entries: list[FusedParameter] = []
     embedding = Piece(spec.embedding, (spec.vocab, spec.hidden), 0)
     if first:
-        entries += (entry for tower in spec.towers for entry in tower.entries())
+        for tower in spec.towers:
+            entries += tower.entries()
         entries.append(FusedParameter("embedding.word_embeddings.weight", (embedding,)))
     for local, index in enumerate(layers):
-        entries += spec.layer_entries(
-            f"decoder.layers.{local}.", f"{spec.decoder}layers.{index}.", NAMES[modules]
-        )
+        ours, theirs = f"decoder.layers.{local}.", f"{spec.decoder}layers.{index}."
+        entries += spec.layer_entries(ours, theirs, NAMES[modules])
     if last:
-        entries.append(
-            FusedParameter(
-                "decoder.final_layernorm.weight",
-                (Piece(f"{spec.decoder}norm.weight", (spec.hidden,)),),
-            )
-        )
+        norm = Piece(f"{spec.decoder}norm.weight", (spec.hidden,))
+        entries.append(FusedParameter("decoder.final_layernorm.weight", (norm,)))
     if last and not spec.tied:
-        entries.append(
-            FusedParameter(
-                "output_layer.weight", (Piece(spec.output, (spec.vocab, spec.hidden), 0),)
-            )
-        )
+        output = Piece(spec.output, (spec.vocab, spec.hidden), 0)
+        entries.append(FusedParameter("output_layer.weight", (output,)))
     if last and spec.tied and not first:
         entries.append(FusedParameter("output_layer.weight", (embedding,)))
     return entries
 
 
 def select_experts(entries: Iterable[FusedParameter], experts: range) -> list[FusedParameter]:
-    """Entries, out of ``entries``, of a rank to which ``experts`` were dealt: it numbers them from
+    """Those of ``entries`` that a rank with these ``experts`` has. It numbers its experts from
     0."""
-    found = []
+    selected = []
     for entry in entries:
         if entry.expert is None:
-            found.append(entry)
+            selected.append(entry)
         elif entry.expert in experts:
-            numbers = (
-                f".local_experts.{number}."
-                for number in (entry.expert, entry.expert - experts.start)
+            name = entry.name.replace(
+                f".local_experts.{entry.expert}.",
+                f".local_experts.{entry.expert - experts.start}.",
             )
-            found.append(replace(entry, name=entry.name.replace(*numbers)))
-    return found
+            selected.append(replace(entry, name=name))
+    return selected
 
 
-def check_names(spec: ModelSpec, found: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """ConfigError naming the first tensor of `source` that is missing, unknown or of another shape.
+def check_names(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Compare the names and ``shapes`` of the tensors in `source` with the model.
 
-    Tied checkpoints often repeat the embedding as lm_head.weight; that one is ignored.
+    ConfigError names the first tensor that is missing, unknown or of another shape. Tied
+    checkpoints often repeat the embedding as lm_head.weight; it is ignored.
     """
     expected = {name: piece.shape for name, piece in all_pieces(spec).items()}
-    for name in found:
-        if (
-            name not in expected
-            and not (spec.tied and name == spec.output)
-            and not spec.is_untrained(name)
-        ):
+    for name in shapes:
+        is_tied_copy = spec.tied and name == spec.output
+        if name not in expected and not is_tied_copy and not spec.is_untrained(name):
             raise ConfigError(
                 f"{source}: unknown tensor {name}; this is not the model that config.json describes"
             )
-    for name, size in expected.items():
-        if name not in found:
-            raise ConfigError(f"{source}: tensor {name} is missing, expected shape {list(size)}")
-        if tuple(found[name]) != size:
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise ConfigError(f"{source}: tensor {name} is missing, expected shape {list(shape)}")
+        if tuple(shapes[name]) != shape:
             raise ConfigError(
-                f"{source}: tensor {name} has shape {list(found[name])}, expected {list(size)}"
+                f"{source}: tensor {name} has shape {list(shapes[name])}, expected {list(shape)}"
             )
 
 
 def cut_slice(piece: Piece, tensor: Any, parts: int, rank: int) -> Tensor:
-    """The slice of `piece` for tensor-parallel `rank` of `parts`, without a copy and without the
-    rows of zeros.
+    """The slice of `piece` for tensor-parallel `rank` of `parts`, without a copy and without
+    padding.
 
-    `tensor` is the whole tensor or anything that slices like it, such as a lazy safetensors slice.
+    `tensor` is the whole tensor, or an object with the same slicing, such as a lazy safetensors
+    slice.
     """
-    start, stop, _ = piece.bounds(parts, rank) if piece.axis is not None else (0, piece.shape[0], 0)
+    if piece.axis is None:
+        return tensor[0 : piece.shape[0]]
+    start, stop, _ = piece.bounds(parts, rank)
     return tensor[:, start:stop] if piece.axis == 1 else tensor[start:stop]
 
 
@@ -146,31 +149,27 @@ def join_slices(piece: Piece, parts: Sequence[Tensor]) -> Tensor:
 
     if piece.axis is None:
         return parts[0]
-    return (
-        torch.cat(list(parts), dim=piece.axis)
-        .narrow(piece.axis, 0, piece.shape[piece.axis])
-        .contiguous()
-    )
+    joined = torch.cat(list(parts), dim=piece.axis)
+    return joined.narrow(piece.axis, 0, piece.shape[piece.axis]).contiguous()
 
 
 def fuse(entry: FusedParameter, pieces: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-    """A parameter from its (sliced) pieces: rows of each key-value group as [its queries, key,
-    value]."""
+    """Fuse (sliced) pieces to a parameter. Rows of a key-value group are ordered as [its queries,
+    key, value]."""
     import torch
 
     groups = sum(map(len, pieces)) // spec.group_rows if entry.fuse == "qkv" else 0
     if groups:
-        return torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], dim=1).flatten(
-            0, 1
-        )
-    # Where ranks share a group, one has part of it.
+        by_group = [piece.unflatten(0, (groups, -1)) for piece in pieces]
+        return torch.cat(by_group, dim=1).flatten(0, 1)
+    # If several ranks share a group, each has one part of it, whose rows stay in order.
     return pieces[0] if entry.fuse == "none" else torch.cat(list(pieces))
 
 
 def split(
     entry: FusedParameter, parameter: Tensor, spec: ModelSpec, tensor: int = 1, rank: int = 0
 ) -> list[Tensor]:
-    """Inverse of `fuse`, of tensor-parallel ``rank`` of ``tensor``."""
+    """Inverse of `fuse`, for tensor-parallel ``rank`` of ``tensor``."""
     views = split_views(entry, parameter, spec, tensor, rank)
     return [view.flatten(0, 1) for view in views] if entry.fuse == "qkv" else views
 
@@ -178,8 +177,8 @@ def split(
 def split_views(
     entry: FusedParameter, parameter: Tensor, spec: ModelSpec, tensor: int, rank: int
 ) -> list[Tensor]:
-    """The pieces of a parameter without a copy; those of `qkv` have their rows in two dimensions,
-    by group."""
+    """The pieces of a parameter without a copy. The rows of pieces of `qkv` have two dimensions,
+    [groups, rows per group]."""
     if entry.fuse == "qkv":
         groups = max(spec.groups // tensor, 1)
         bounds = (piece.bounds(tensor, rank) for piece in entry.pieces)
@@ -191,10 +190,10 @@ def split_views(
 def unique_pieces(
     spec: ModelSpec, entries: Iterable[FusedParameter]
 ) -> list[tuple[FusedParameter, Piece]]:
-    """(entry, piece) pairs in order, the output layer's copy of a tied embedding left out."""
-    return [
-        (entry, piece)
-        for entry in entries
-        for piece in entry.pieces
-        if not (entry.name == "output_layer.weight" and piece.name == spec.embedding)
-    ]
+    """Pairs (entry, piece) in order, without the output layer's copy of a tied embedding."""
+    pairs = []
+    for entry in entries:
+        for piece in entry.pieces:
+            if entry.name != "output_layer.weight" or piece.name != spec.embedding:
+                pairs.append((entry, piece))
+    return pairs

@@ -1,5 +1,5 @@
-"""Implementations of layers by the name that `actor.kernels` has: never by what happens to be
-installed."""
+"""Implementations of layers. Only the setting `actor.kernels` selects them, not the installed
+packages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MODULES = {
 
 
 def prepare(kernels: Kernels, device: str) -> None:
-    """Import what ``kernels`` need, before megatron-core's configuration is made.
+    """Import the modules of ``kernels``, before megatron-core's configuration is built.
 
-    ConfigError: a module of theirs is missing or broken, or they do not run on ``device``, "cpu" or
+    ConfigError: a module is missing or broken, or the kernels do not run on ``device``, "cpu" or
     "cuda".
     """
     for name in _MODULES.get(kernels, ()):
-        # A package built for another torch fails with whatever its loader raises.
+        # A package that was built for another torch can fail with any exception of its loader.
         try:
             importlib.import_module(name)
         except Exception as error:
@@ -32,8 +32,7 @@ def prepare(kernels: Kernels, device: str) -> None:
             ) from error
     if device == "cpu" and kernels != "plain" and not (kernels == "fused" and interprets()):
         raise ConfigError(
-            f"actor.kernels: found {kernels} on a CPU, allowed: plain; it is compiled for GPUs "
-            "alone"
+            f"actor.kernels: found {kernels} on a CPU, allowed: plain; it is compiled only for GPUs"
         )
     if kernels == "fused":
         from relax_hpc.training.models import triton_layers
@@ -42,14 +41,17 @@ def prepare(kernels: Kernels, device: str) -> None:
 
 
 def interprets() -> bool:
-    """Whether Triton kernels run in its interpreter, on a CPU."""
+    """Whether Triton kernels run in Triton's interpreter, on a CPU."""
     from triton import knobs
 
     return knobs.runtime.interpret
 
 
 def transformer_settings(kernels: Kernels, experts: bool) -> dict[str, Any]:
-    """Settings of megatron-core's transformer configuration that ``kernels`` decide. ``experts``:
-    whether layers have experts, whose activation is weighted by token, as "fused" cannot do."""
+    """Settings of megatron-core's transformer configuration that ``kernels`` decide.
+
+    ``experts``: whether layers have experts. Their activation is weighted by token, which "fused"
+    does not support.
+    """
     fused = kernels == "fused"
     return {"apply_rope_fusion": fused, "bias_activation_fusion": fused and not experts}

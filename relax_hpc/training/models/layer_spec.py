@@ -1,5 +1,4 @@
-"""Modules that a transformer layer is made of: plain torch, Triton kernels, or Transformer
-Engine's."""
+"""Modules of transformer layers: plain torch, Triton kernels, or Transformer Engine."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from relax_hpc.training.models.norm import RMSNorm
 
 
 def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm. Attention is the same in all, and how
-    experts are grouped."""
+    """Layers of this pipeline stage and the final norm. Attention and the grouping of experts are
+    the same for all ``kernels``."""
     grouped = config.moe_grouped_gemm
     if kernels == "te":
         sequential = copy.copy(config)
@@ -43,7 +42,8 @@ def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockS
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
     if config.num_moe_experts:
-        # In a checkpoint the norm before experts has Transformer Engine's name, which is its own.
+        # By default the local spec maps the norm before experts to a name of Transformer Engine in
+        # checkpoints. Here it keeps its own name.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
         put_experts(layer, grouped)
     attention = layer.submodules.self_attention.submodules

@@ -19,39 +19,50 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _REFUSALS = (AssertionError, ValueError, TypeError, ImportError)
 """Errors by which megatron-core 0.16.1 refuses settings of its transformer configuration."""
+_FUSION_OFF = {
+    # Fused kernels that need Apex or a compiler. For our kernels see
+    # `relax_hpc.training.models.kernels`.
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
 
 
 def check_split(spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """ConfigError if the model cannot be cut as `parallel` says."""
-    for misfit in spec.split_errors(parallel):
-        raise ConfigError(f"parallel.{misfit}")
+    """ConfigError if the model cannot be split as `parallel` describes."""
+    for error in spec.split_errors(parallel):
+        raise ConfigError(f"parallel.{error}")
 
 
 def check_frozen(spec: ModelSpec, model: ModelConfig) -> None:
-    """ConfigError if the model has not the towers that are to be frozen."""
-    for misfit in spec.frozen_tower_errors(model.frozen_towers):
-        raise ConfigError(f"model.{misfit}")
+    """ConfigError if the model lacks a tower of `model.frozen_towers`."""
+    for error in spec.frozen_tower_errors(model.frozen_towers):
+        raise ConfigError(f"model.{error}")
 
 
 def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
     """Settings of megatron-core's transformer configuration for a model that is trained.
-    ConfigError: one may not be set.
 
-    ``experts``: whether its layers have experts.
+    ``experts``: whether its layers have experts. ConfigError: a setting is not allowed.
     """
-    if wrong := list(megatron_settings.setting_errors(actor)):
-        raise ConfigError(*wrong)
-    recompute = {
+    errors = list(megatron_settings.setting_errors(actor))
+    if errors:
+        raise ConfigError(*errors)
+    recompute_settings: dict[str, dict[str, Any]] = {
         "none": {},
-        # Scores of an attention are never kept, and its result is small: what is large is between
-        # the two matrices.
+        # Attention scores are never stored, and attention's result is small. The large tensors are
+        # between the two matrices of the feed-forward part.
         "selective": {"recompute_modules": ["layernorm", "moe" if experts else "mlp"]},
         "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
-    }[actor.recompute]
+    }
+    recompute = recompute_settings[actor.recompute]
     granularity = None if actor.recompute == "none" else actor.recompute
     grouped = {"moe_grouped_gemm": experts and actor.experts == "grouped"}
-    own = megatron_settings.owner_settings(actor, "transformer")
-    return {"recompute_granularity": granularity, **recompute, **grouped, **own}
+    chosen = megatron_settings.owner_settings(actor, "transformer")
+    return {"recompute_granularity": granularity, **recompute, **grouped, **chosen}
 
 
 def transformer_config(
@@ -60,8 +71,8 @@ def transformer_config(
     parallel: ParallelConfig,
     further: Mapping[str, Any] = _NONE,
 ) -> TransformerConfig:
-    """megatron-core's description of the model, split as `parallel` says, in the run's parameter
-    type.
+    """megatron-core's configuration of the model, split as `parallel` describes, in the run's
+    parameter type.
 
     The family of the model overrides standard settings, and ``further`` settings override both.
     ConfigError: megatron-core refuses a setting of the family, or ``further`` settings.
@@ -73,7 +84,7 @@ def transformer_config(
         refusal = _refusal(standard | family)
         if not refusal:
             raise ConfigError(
-                f"actor.megatron: megatron-core refuses it beside the others: {error}"
+                f"actor.megatron: megatron-core refuses it with the other settings: {error}"
             ) from error
         names = _refused_settings(standard, family)
         if not names:
@@ -86,7 +97,7 @@ def transformer_config(
 
 
 def _refusal(settings: Mapping[str, Any]) -> str:
-    """The words with which megatron-core refuses ``settings``; empty if it accepts them."""
+    """megatron-core's error message for ``settings``; empty if it accepts them."""
     try:
         TransformerConfig(**settings)
     except _REFUSALS as error:
@@ -95,12 +106,16 @@ def _refusal(settings: Mapping[str, Any]) -> str:
 
 
 def _refused_settings(standard: Mapping[str, Any], family: Mapping[str, Any]) -> list[str]:
-    """Settings of a family that megatron-core refuses: each without which it accepts the others, or
-    all if it accepts the standard settings alone. Empty: the cause is not in the family."""
+    """Settings of a family that megatron-core refuses.
+
+    These are settings without which it accepts the rest of the family. If there is no such setting
+    and it accepts the standard settings, they are all settings of the family. Empty: the family is
+    not the cause.
+    """
     refused = []
     for name in family:
-        others = {key: value for key, value in family.items() if key != name}
-        if not _refusal({**standard, **others}):
+        remaining = {key: value for key, value in family.items() if key != name}
+        if not _refusal({**standard, **remaining}):
             refused.append(name)
     if not refused and not _refusal(standard):
         return list(family)
@@ -110,8 +125,7 @@ def _refused_settings(standard: Mapping[str, Any], family: Mapping[str, Any]) ->
 def _standard_settings(
     spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig
 ) -> dict[str, Any]:
-    """Settings of megatron-core's transformer configuration that families share unless they
-    override them."""
+    """Settings of megatron-core's transformer configuration that a family may override."""
     dtype = DTYPES[model.dtype]
     return {
         "num_layers": spec.layers,
@@ -141,12 +155,5 @@ def _standard_settings(
         "calculate_per_token_loss": True,
         "use_cpu_initialization": model.device == "cpu",
         "attention_softmax_in_fp32": True,
-        # Fused kernels that need Apex or a compiler; see `relax_hpc.training.models.kernels` for
-        # those of ours.
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
+        **_FUSION_OFF,
     }

@@ -1,8 +1,8 @@
-"""Settings of megatron-core that `actor.megatron` may have: those that it declares, but for those
-decided elsewhere.
+"""Settings of megatron-core that `actor.megatron` may have: all that megatron-core declares, except
+those that other settings or the trainer decide.
 
-They are read from megatron-core's source: importing it takes seconds, and torch, which a login node
-may lack.
+They are read from megatron-core's source, because an import takes seconds and needs torch, which a
+login node may lack.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from relax_hpc.config.layer_validation import near
 from relax_hpc.config.schema import TrainerConfig
 
 Owner = Literal["transformer", "gradients"]
-"""TransformerConfig, which describes the model, or DistributedDataParallelConfig, which its
-gradients."""
+"""TransformerConfig, which describes the model, or DistributedDataParallelConfig, which describes
+the reduction of gradients."""
 
 _DECLARED: dict[tuple[str, str], Owner] = {
     ("model_parallel_config.py", "ModelParallelConfig"): "transformer",
@@ -54,48 +54,48 @@ _DECIDED = {
         context_parallel_size cp_comm_type expert_model_parallel_size expert_tensor_parallel_size
         hierarchical_context_parallel_sizes hybrid_context_parallel moe_extended_tp
         pipeline_model_parallel_size sequence_parallel tensor_model_parallel_size""",
-    (
-        "set model.dtype instead"
-    ): "autocast_dtype bf16 enable_autocast fp16 params_dtype pipeline_dtype",
-    (
-        "set model.device instead"
-    ): "init_model_with_meta_device perform_initialization use_cpu_initialization",
+    "set model.dtype instead": """
+        autocast_dtype bf16 enable_autocast fp16 params_dtype pipeline_dtype""",
+    "set model.device instead": """
+        init_model_with_meta_device perform_initialization use_cpu_initialization""",
     "set model.routing_replay instead": "moe_enable_routing_replay",
     "set actor.kernels instead": """
         apply_rope_fusion bias_activation_fusion fused_single_qkv_rope gradient_accumulation_fusion
         use_te_activation_func""",
     "set actor.experts instead": "moe_grouped_gemm moe_use_legacy_grouped_gemm",
-    (
-        "set algorithm.balance_coefficient instead"
-    ): "moe_aux_loss_coeff moe_router_load_balancing_type",
+    "set algorithm.balance_coefficient instead": """
+        moe_aux_loss_coeff moe_router_load_balancing_type""",
     "routers compute in float32": "moe_router_dtype",
     "ranks that share experts may have unequal numbers of tokens": "moe_token_dispatcher_type",
     "set actor.recompute instead": "moe_layer_recompute recompute_granularity",
     "set actor.optimizer.distributed instead": "use_distributed_optimizer",
-    "the trainer decides it, whose gradients are sums that are divided once": """
+    "the trainer decides it, because it sums gradients and divides once": """
         average_in_collective calculate_per_token_loss finalize_model_grads_func grad_reduce_in_fp32
         grad_scale_func grad_sync_func no_sync_func param_sync_func timers variable_seq_lengths""",
     "set actor.optimizer.overlap_gradients instead": "overlap_grad_reduce",
-    "a version is published as soon as it is made, which takes all parameters at once": """
+    "a version is published right after its step, which needs all parameters": """
         align_param_gather overlap_param_gather""",
-    "packs differ in length from one to the next, and a graph is of one shape": """
+    "packs differ in length, and a graph has one shape": """
         cuda_graph_impl cuda_graph_retain_backward_graph cuda_graph_scope
         cuda_graph_use_single_mempool cuda_graph_warmup_steps enable_cuda_graph
         external_cuda_graph""",
     "set actor.parallel.first_stage_layers or last_stage_layers instead": """
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage""",
-    "stages have their layers in one chunk": """
+    "each stage has its layers in one chunk": """
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         microbatch_group_size_per_vp_stage overlap_moe_expert_parallel_comm
         pipeline_model_parallel_layout virtual_pipeline_model_parallel_size""",
-    "the trainer's model, optimizer and checkpoints are not made for it": """
+    "the trainer's model, optimizer and checkpoints do not support it": """
         cpu_offloading data_parallel_sharding_strategy delay_wgrad_compute
         defer_embedding_wgrad_compute fp4 fp4_param fp8 fp8_param fp8_param_gather
         num_distributed_optimizer_instances outer_dp_sharding_strategy
         reuse_grad_buf_for_mxfp8_param_ag use_custom_fsdp use_megatron_fsdp""",
 }
-"""Reason why settings are not the user's to decide -> those settings."""
-DECIDED = {name: why for why, names in _DECIDED.items() for name in names.split()}
+"""Reason why users cannot set some settings -> those settings."""
+DECIDED: dict[str, str] = {}
+"""Settings that users cannot set -> the reason."""
+for _reason, _names in _DECIDED.items():
+    DECIDED |= dict.fromkeys(_names.split(), _reason)
 _PLAIN = {
     "bool": bool,
     "int": int,
@@ -109,75 +109,82 @@ _PLAIN = {
 
 @functools.cache
 def declared_settings() -> Mapping[str, tuple[Owner, ast.expr]]:
-    """Every setting that megatron-core declares: whose it is, and its annotation. None if it is not
-    installed here."""
+    """Owner and annotation of every setting that megatron-core declares, by name.
+
+    Empty if megatron-core is not installed.
+    """
     spec = find_spec("megatron")
-    folders = (
-        [Path(folder) / "core" for folder in spec.submodule_search_locations or ()] if spec else []
-    )
-    found: dict[str, tuple[Owner, ast.expr]] = {}
-    for folder in folders:
-        for (file, name), owner in _DECLARED.items():
-            if not (folder / file).is_file():
+    locations = (spec.submodule_search_locations if spec else None) or ()
+    settings: dict[str, tuple[Owner, ast.expr]] = {}
+    for location in locations:
+        for (file, class_name), owner in _DECLARED.items():
+            path = Path(location) / "core" / file
+            if not path.is_file():
                 return {}
-            classes = (
-                node
-                for node in ast.parse((folder / file).read_bytes()).body
-                if isinstance(node, ast.ClassDef)
-            )
-            for line in (line for node in classes if node.name == name for line in node.body):
+            for line in _class_body(path, class_name):
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    found[line.target.id] = owner, line.annotation
-    return found
+                    settings[line.target.id] = owner, line.annotation
+    return settings
+
+
+def _class_body(path: Path, name: str) -> list[ast.stmt]:
+    """Statements in the body of the class ``name`` of a source file."""
+    body: list[ast.stmt] = []
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            body += node.body
+    return body
 
 
 def setting_errors(
     settings: TrainerConfig, is_here: bool = True, section: str = "actor"
 ) -> Iterator[str]:
-    """Mistakes in `megatron` of a trainer's ``section``, one line each. ``is_here``: the
-    megatron-core of this environment is the one that the run will have; else only what is decided
-    elsewhere is known."""
-    known = declared_settings() if is_here else {}
+    """Errors in `megatron` of a trainer's ``section``, one line each.
+
+    ``is_here``: whether the run will use this environment's megatron-core. If not, only the
+    settings of `DECIDED` are checked.
+    """
+    declared = declared_settings() if is_here else {}
     for name, value in settings.megatron.items():
         key = f"{section}.megatron.{name}"
         if name in DECIDED:
             yield f"{key}: found {value!r}, not allowed: {DECIDED[name]}"
-        elif known and (name not in known or name.startswith("_")):
-            free = sorted({*known}.difference(DECIDED))
+        elif declared and (name not in declared or name.startswith("_")):
+            allowed = sorted({*declared}.difference(DECIDED))
             yield (
                 f"{key}: neither TransformerConfig nor DistributedDataParallelConfig has "
-                f"it{near(name, free)}"
+                f"it{near(name, allowed)}"
             )
-        elif known and not _fits(known[name][1], value):
-            yield f"{key}: found {value!r}, allowed: {ast.unparse(known[name][1])}"
-    given = [name for name in settings.megatron if name.startswith("recompute_")]
-    if given and settings.recompute == "none":
-        key = f"{section}.megatron.{given[0]}"
+        elif declared and not _fits(declared[name][1], value):
+            yield f"{key}: found {value!r}, allowed: {ast.unparse(declared[name][1])}"
+    recompute = [name for name in settings.megatron if name.startswith("recompute_")]
+    if recompute and settings.recompute == "none":
+        key = f"{section}.megatron.{recompute[0]}"
         yield f"{key}: found a value with {section}.recompute none; set that to full or selective"
 
 
 def owner_settings(settings: TrainerConfig, owner: Owner) -> dict[str, Any]:
-    """Settings out of `settings.megatron` that are ``owner``'s."""
-    known = declared_settings()
+    """Settings of `settings.megatron` that belong to ``owner``."""
+    declared = declared_settings()
     return {
         name: value
         for name, value in settings.megatron.items()
-        if name in known and known[name][0] == owner
+        if name in declared and declared[name][0] == owner
     }
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:
-    """Whether a plain ``value`` is of a type; nothing that only Python can make is.
+    """Whether a plain ``value`` fits an annotation. Types that YAML cannot express never fit.
 
-    >>> [_fits(ast.parse(text, mode="eval").body, 2) for text in ("Optional[int]", "bool", "float",
-    ...     "Callable")]
+    >>> types = ("Optional[int]", "bool", "float", "Callable")
+    >>> [_fits(ast.parse(text, mode="eval").body, 2) for text in types]
     [True, False, True, False]
     """
     match annotation:
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
             return value is None or _fits(inner, value)
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=inner)):
-            return any(_fits(one, value) for one in inner)
+            return any(_fits(option, value) for option in inner)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
             allowed = ast.literal_eval(inner)
             return value in (allowed if isinstance(allowed, tuple) else (allowed,))

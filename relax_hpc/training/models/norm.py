@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last axis that marks its weight for sequence-parallel gradient
-    reduction."""
+    """Root-mean-square norm over the last axis. It marks its weight for megatron-core's
+    sequence-parallel gradient reduction."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any

@@ -1,4 +1,4 @@
-"""Qwen3, dense: queries and keys are normalised by head. arXiv 2505.09388."""
+"""Dense Qwen3: queries and keys are normalized per head. arXiv 2505.09388."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from relax_hpc.training.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3(ModelSpec):
-    """Qwen3. Without num_key_value_heads transformers takes 32, whatever the other sizes are, and
-    without head_dim 128."""
+    """Qwen3. The defaults of transformers are 32 for num_key_value_heads and 128 for head_dim,
+    independent of the other sizes, so both keys are required."""
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
-    needed = (*ModelSpec.needed, "num_key_value_heads", "head_dim")
+    required_keys = (*ModelSpec.required_keys, "num_key_value_heads", "head_dim")
     qk_norm = True

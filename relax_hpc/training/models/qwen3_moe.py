@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Moe(ModelSpec):
-    """Qwen3 with experts. Without num_key_value_heads transformers takes 4, whatever the other
-    sizes are."""
+    """Qwen3 with experts. The default of transformers for num_key_value_heads is 4, independent of
+    the other sizes, so the key is required."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
-    needed = (
-        # Where every layer has experts, nothing has the width of a dense one.
-        *(key for key in ModelSpec.needed if key != "intermediate_size"),
+    required_keys = (
+        # Every layer has experts, so no layer has the width of a dense one.
+        *(key for key in ModelSpec.required_keys if key != "intermediate_size"),
         "num_key_value_heads",
         "moe_intermediate_size",
         "num_experts_per_tok",
     )
-    own_rules: ClassVar[Mapping[str, Rule]] = {
+    extra_rules: ClassVar[Mapping[str, Rule]] = {
         "moe_intermediate_size": SIZE,
         "num_experts": EXPERTS,
         # As transformers 5 writes it.
@@ -41,38 +41,39 @@ class Qwen3Moe(ModelSpec):
         "mlp_only_layers": one_of([]),
     }
     qk_norm = True
-    # Qwen3MoeForCausalLM of SGLang 0.5.21 leaves its output layer as it was allocated.
-    sglang_ties = False
+    # Qwen3MoeForCausalLM of SGLang 0.5.21 does not tie its output layer: the layer stays
+    # uninitialized.
+    ties_in_sglang = False
 
-    normalised: bool
-    """Whether the probabilities of the chosen ones add up to 1."""
+    normalizes_topk: bool
+    """Whether the probabilities of the chosen experts add up to 1."""
 
     @classmethod
-    def sizes(cls, known: Mapping[str, Any]) -> dict[str, Any]:
-        """See `ModelSpec.sizes`; ``inner`` is an expert's."""
-        return super().sizes({**known, "intermediate_size": known["moe_intermediate_size"]}) | {
-            "experts": known.get("num_experts") or known["num_local_experts"],
-            "chosen": known["num_experts_per_tok"],
-            "normalised": known.get("norm_topk_prob", False),
+    def sizes(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `ModelSpec.sizes`; ``inner`` is the width of an expert."""
+        inner = hf_config["moe_intermediate_size"]
+        return super().sizes({**hf_config, "intermediate_size": inner}) | {
+            "experts": hf_config.get("num_experts") or hf_config["num_local_experts"],
+            "chosen": hf_config["num_experts_per_tok"],
+            "normalizes_topk": hf_config.get("norm_topk_prob", False),
         }
 
     @classmethod
-    def contradictions(cls, known: Mapping[str, Any]) -> Iterator[str]:
+    def contradictions(cls, hf_config: Mapping[str, Any]) -> Iterator[str]:
         """See `ModelSpec.contradictions`."""
-        yield from super().contradictions(known)
-        experts = [known[key] for key in ("num_experts", "num_local_experts") if key in known]
+        yield from super().contradictions(hf_config)
+        keys = ("num_experts", "num_local_experts")
+        experts = [hf_config[key] for key in keys if key in hf_config]
         if len({*map(str, experts)}) != 1:
             yield (
                 f"num_experts is {' and '.join(map(str, experts)) or 'missing'}; is this a "
                 "qwen3_moe model?"
             )
-        counts = [known.get("num_hidden_layers"), *experts]
-        if (
-            all(type(count) is int for count in counts)
-            and counts[0] * max(experts, default=0) > MAX_LAYER_EXPERTS
-        ):
+        layers: Any = hf_config.get("num_hidden_layers")
+        are_counts = all(type(count) is int for count in (layers, *experts))
+        if are_counts and layers * max(experts, default=0) > MAX_LAYER_EXPERTS:
             yield (
-                f"num_hidden_layers is {counts[0]}, supported is at most {MAX_LAYER_EXPERTS} "
+                f"num_hidden_layers is {layers}, supported is at most {MAX_LAYER_EXPERTS} "
                 "experts of all layers"
             )
 
@@ -81,11 +82,11 @@ class Qwen3Moe(ModelSpec):
         """See `ModelSpec.route_shape`."""
         return RouteShape(self.layers, self.experts, self.chosen)
 
-    def widths(self, parallel: ParallelConfig) -> dict[str, int]:
-        """See `ModelSpec.widths`."""
-        found = super().widths(parallel)
-        inner = found.pop("intermediate_size")
-        return found if parallel.expert > 1 else found | {"moe_intermediate_size": inner}
+    def divided_sizes(self, parallel: ParallelConfig) -> dict[str, int]:
+        """See `ModelSpec.divided_sizes`."""
+        sizes = super().divided_sizes(parallel)
+        inner = sizes.pop("intermediate_size")
+        return sizes if parallel.expert > 1 else sizes | {"moe_intermediate_size": inner}
 
     def split_errors(self, parallel: ParallelConfig) -> Iterator[str]:
         """See `ModelSpec.split_errors`."""
@@ -101,7 +102,7 @@ class Qwen3Moe(ModelSpec):
         if parallel.tensor > 1 and not parallel.sequence_parallel:
             yield (
                 f"sequence_parallel: found false with tensor {parallel.tensor}, allowed: true; "
-                "each tensor rank would send every token to the experts once more"
+                "otherwise each tensor rank sends every token to the experts again"
             )
 
     def mlp_matrix_elements(self) -> int:
@@ -112,7 +113,7 @@ class Qwen3Moe(ModelSpec):
         self, ours: str, theirs: str, norms: Mapping[str, str]
     ) -> Iterator[FusedParameter]:
         """See `ModelSpec.mlp_entries`."""
-        # Beside experts no layer spec fuses the norm.
+        # In layers of experts, no layer spec fuses the norm.
         norm = Piece(f"{theirs}post_attention_layernorm.weight", (self.hidden,))
         yield FusedParameter(ours + NAMES["local"]["mlp_norm"], (norm,))
         router = Piece(f"{theirs}mlp.gate.weight", (self.experts, self.hidden))
@@ -122,24 +123,25 @@ class Qwen3Moe(ModelSpec):
             yield from self.gated(*names, self.inner, expert)
 
     def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, Forms]:
-        """All experts of a layer in one tensor, as transformers 5 has them in memory, [experts,
-        rows, columns]; of a family that is published so, each turned around too."""
-        forms = {}
+        """All experts of a layer in one tensor [experts, rows, columns], as transformers 5 has them
+        in memory. If the family is published packed, also [experts, columns, rows]."""
+        forms: dict[str, Forms] = {}
         for layer in range(self.layers):
             prefix = f"{self.decoder}layers.{layer}.mlp.experts."
-            for name, parts in (
+            for name, matrices in (
                 ("gate_up_proj", ("gate_proj", "up_proj")),
                 ("down_proj", ("down_proj",)),
             ):
-                packed = [
-                    pieces[f"{prefix}{e}.{part}.weight"]
-                    for e in range(self.experts)
-                    for part in parts
-                ]
-                rows, columns = packed[0].shape[0] * len(parts), packed[0].shape[1]
-                straight = StoredForm((self.experts, rows, columns), tuple(packed))
-                turned = StoredForm((self.experts, columns, rows), tuple(packed), turned=True)
-                forms[prefix + name] = (turned, straight) if self.published_packed else (straight,)
+                packed: list[Piece] = []
+                for expert in range(self.experts):
+                    packed += (pieces[f"{prefix}{expert}.{matrix}.weight"] for matrix in matrices)
+                rows, columns = packed[0].shape[0] * len(matrices), packed[0].shape[1]
+                plain = StoredForm((self.experts, rows, columns), tuple(packed))
+                transposed = StoredForm(
+                    (self.experts, columns, rows), tuple(packed), transposed=True
+                )
+                key = f"{prefix}{name}"
+                forms[key] = (transposed, plain) if self.published_packed else (plain,)
         return forms
 
     def transformer(self, parallel: ParallelConfig) -> dict[str, Any]:
@@ -148,17 +150,17 @@ class Qwen3Moe(ModelSpec):
             "num_moe_experts": self.experts,
             "moe_ffn_hidden_size": self.inner,
             "moe_router_topk": self.chosen,
-            # Without it the softmax is over the chosen experts, which is the same as normalising
-            # their probabilities.
-            "moe_router_pre_softmax": not self.normalised,
-            # Which experts are chosen hangs on the last bits.
+            # If false, the softmax is over the chosen experts, which equals normalizing their
+            # probabilities.
+            "moe_router_pre_softmax": not self.normalizes_topk,
+            # The choice of experts depends on the last bits.
             "moe_router_dtype": "fp32",
-            # Of megatron-core's own; see `expert_layer.Router`.
+            # Disables megatron-core's balance losses; `expert_layer.Router` has its own.
             "moe_router_load_balancing_type": "none",
             "expert_model_parallel_size": parallel.expert,
             "expert_tensor_parallel_size": parallel.expert_tensor,
         }
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """See `ModelSpec.inputs`; routers learn what each token is worth."""
+        """See `ModelSpec.inputs`. Routers receive the weight of each token as `padding_mask`."""
         return super().inputs(batch) | {"padding_mask": batch.shares}

@@ -1,7 +1,7 @@
-"""Qwen3-Omni: its thinker, which is Qwen3 with experts behind towers for images, videos and sounds.
-arXiv 2509.17765.
+"""Thinker of Qwen3-Omni: Qwen3 with experts behind towers for images, videos and sounds. arXiv
+2509.17765.
 
-What speaks, the talker and what makes sound of its tokens, is not trained.
+The talker and the vocoder, which produce speech, are not trained.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from relax_hpc.training.models.vision_language import VisionLanguage
 
 @dataclass(frozen=True, kw_only=True)
 class OmniVisionTower(VisionTower):
-    """Vision tower of Qwen3-Omni: that of Qwen3-VL with other names."""
+    """Vision tower of Qwen3-Omni: the same as in Qwen3-VL, with other names."""
 
-    own_rules: ClassVar[Mapping[str, Rule]] = {
+    extra_rules: ClassVar[Mapping[str, Rule]] = {
         **dict.fromkeys(
             ("image_size", "in_chans", "spatial_patch_size", "tokens_per_second"), SIZE
         ),
@@ -39,18 +39,19 @@ class OmniVisionTower(VisionTower):
     }
     built_by = "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder"
     mergers = "merger_list"
-    merger_parts = ("ln_q", "mlp.0", "mlp.2")
+    merger_modules = ("ln_q", "mlp.0", "mlp.2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3OmniMoeThinker(VisionLanguage, Qwen3Moe):
-    """Thinker of Qwen3-Omni by itself."""
+    """Thinker of Qwen3-Omni without the rest of the model."""
 
     model_type = "qwen3_omni_moe_thinker"
     architecture = "Qwen3OmniMoeThinkerForConditionalGeneration"
     text_type = "qwen3_omni_moe_text"
     vision_types = ("qwen3_omni_moe_vision_encoder",)
-    own_rules: ClassVar[Mapping[str, Rule]] = Qwen3Moe.own_rules | {
+    extra_rules: ClassVar[Mapping[str, Rule]] = {
+        **Qwen3Moe.extra_rules,
         "shared_expert_intermediate_size": one_of(0),
         "use_qk_norm": one_of(True),
     }
@@ -63,41 +64,42 @@ class Qwen3OmniMoeThinker(VisionLanguage, Qwen3Moe):
         "initializer_range": NUMBER,
     }
     vision = OmniVisionTower
-    widths_of_towers: ClassVar[Mapping[str, str]] = VisionLanguage.widths_of_towers | {
-        "audio_config": "output_dim"
+    tower_width_keys: ClassVar[Mapping[str, str]] = {
+        **VisionLanguage.tower_width_keys,
+        "audio_config": "output_dim",
     }
-    tower_place = "visual."
-    audio_place: ClassVar[str] = "audio_tower."
+    tower_prefix = "visual."
+    audio_prefix: ClassVar[str] = "audio_tower."
     """Beginning of the names of the audio tower's tensors in Hugging Face files."""
 
     @classmethod
     def sections(cls) -> dict[str, Section]:
         """See `ModelSpec.sections`."""
-        return super().sections() | {f"{cls.within}audio_config.": AudioTower.section()}
+        return super().sections() | {f"{cls.config_prefix}audio_config.": AudioTower.section()}
 
     @classmethod
-    def sizes(cls, known: Mapping[str, Any]) -> dict[str, Any]:
+    def sizes(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """See `ModelSpec.sizes`."""
-        found = super().sizes(known)
+        found = super().sizes(hf_config)
         return found | {
             "towers": (
                 *found["towers"],
-                AudioTower.from_config(known["audio_config"], cls.audio_place),
+                AudioTower.from_config(hf_config["audio_config"], cls.audio_prefix),
             )
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3OmniMoe(Qwen3OmniMoeThinker):
-    """Qwen3-Omni, as it is published."""
+    """Published Qwen3-Omni."""
 
     model_type = "qwen3_omni_moe"
     architecture = "Qwen3OmniMoeForConditionalGeneration"
-    within = "thinker_config."
+    config_prefix = "thinker_config."
     decoder = "thinker.model."
     output = "thinker.lm_head.weight"
-    tower_place = "thinker.visual."
-    audio_place = "thinker.audio_tower."
+    tower_prefix = "thinker.visual."
+    audio_prefix = "thinker.audio_tower."
     untrained_prefixes = ("talker.", "code2wav.")
 
     @classmethod
@@ -125,6 +127,6 @@ class Qwen3OmniMoe(Qwen3OmniMoeThinker):
         return {"": Section(top, ("thinker_config",))} | super().sections()
 
     @classmethod
-    def sizes(cls, known: Mapping[str, Any]) -> dict[str, Any]:
+    def sizes(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """See `ModelSpec.sizes`."""
-        return super().sizes(known["thinker_config"])
+        return super().sizes(hf_config["thinker_config"])

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense: Qwen3 behind a vision tower. arXiv 2511.21631."""
+"""Dense Qwen3-VL: Qwen3 behind a vision tower. arXiv 2511.21631."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from relax_hpc.training.models.vision_language import VisionLanguage
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VL(VisionLanguage, Qwen3):
-    """Qwen3-VL. Its embedding is the output layer if `tie_word_embeddings` beside `text_config`
-    says so."""
+    """Qwen3-VL. `tie_word_embeddings` on the level of `text_config` decides whether the embedding
+    is the output layer."""
 
     model_type = "qwen3_vl"
     architecture = "Qwen3VLForConditionalGeneration"

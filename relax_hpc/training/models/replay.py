@@ -1,10 +1,9 @@
-"""Rollout routing replay (arXiv 2510.11370): tokens are computed by the experts that the engine
-chose for them.
+"""Rollout routing replay (arXiv 2510.11370): the experts that the engine chose compute the tokens.
 
-Whose routes a layer takes is said by what it is called with, `PackedRows.routes` of the
-micro-batch. So each pass has its own, whatever passes of other micro-batches a pipeline puts in
-between, and a pass that is computed again the same. Probabilities are the router's own, by its
-present weights, of the experts that were chosen: it learns.
+A layer takes its routes from the arguments of its call (`PackedRows.routes` of the micro-batch). So
+each pass has its own routes, even if a pipeline alternates between micro-batches, and a recomputed
+pass has the same routes. The router computes the probabilities of these experts by its present
+weights, so it is trained.
 """
 
 from __future__ import annotations
@@ -23,42 +22,46 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(slots=True, eq=False)
 class Routes:
-    """Routes by the engine, of the tokens of a micro-batch that this rank's routers see."""
+    """The engine's routes for the tokens of a micro-batch that this rank's routers process."""
 
     packed: Tensor
-    """uint8 [t, layers, chosen, width], see `relax_hpc.base.routes`; all bits set of tokens without
-    one."""
+    """uint8 [t, layers, chosen, width], see `relax_hpc.base.routes`. A token without a route has
+    all bits set."""
     replays: bool
-    """Whether they are replayed; else they are compared alone."""
-    known: Tensor = field(init=False)
+    """Whether the routes are replayed. If not, they are only compared."""
+    has_route: Tensor = field(init=False)
     """bool [t]: whether a token has a route."""
     equal: dict[int, Tensor] = field(default_factory=dict)
-    """Whether a layer's router would have chosen the same, bool [t], by layer, once that is
-    computed."""
+    """Whether a layer's router would have chosen the same experts, bool [t], by layer. Layers that
+    were not computed yet have no entry."""
 
     def __post_init__(self) -> None:
-        self.known = self.packed[:, 0].ne(NONE).flatten(1).any(1)
+        self.has_route = self.packed[:, 0].ne(NONE).flatten(1).any(1)
 
-    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Numbers of experts [t, chosen] int64, and whether there is a route [t, 1] bool."""
-        one = self.packed[:, layer]
-        numbers = one[..., 0].long()
-        if one.shape[-1] > 1:
-            numbers = numbers + 256 * one[..., 1].long()
-        return numbers, self.known[:, None]
+    def layer_experts(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Numbers of the experts in a layer, [t, chosen] int64, and whether tokens have a route,
+        [t, 1] bool."""
+        packed = self.packed[:, layer]
+        numbers = packed[..., 0].long()
+        if packed.shape[-1] > 1:
+            numbers = numbers + 256 * packed[..., 1].long()
+        return numbers, self.has_route[:, None]
 
 
 class RoutedLayer:
-    """Neighbour of one layer's router, which asks it which experts to take."""
+    """Routes of one layer. megatron-core's router calls `get_replay_topk` instead of choosing
+    experts."""
 
     def __init__(self, layer: int) -> None:
         """``layer``: its number in the whole model."""
         self.layer = layer
         self.routes: Routes | None = None
-        """Routes of the pass that is being computed."""
+        """Routes of the present pass."""
 
-    def take(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take the routes that the transformer layer is called with, before it is computed."""
+    def set_routes(
+        self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Forward pre-hook: take the routes from the arguments of the transformer layer."""
         self.routes = kwargs["packed_seq_params"].routes
 
     def get_replay_topk(
@@ -69,24 +72,29 @@ class RoutedLayer:
         group_topk: int | None = None,
         default_compute_topk: TopK = torch.topk,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [t, experts] -> those of the experts that are taken, and their numbers, [t, topk]
-        each."""
-        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        """Choose experts by ``scores`` [t, experts], or by the routes if they are replayed.
+
+        Returns their scores and their numbers, [t, topk] each.
+        """
+        values, by_scores = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.routes is None:
-            return values, own
-        given, known = self.routes.of_layer(self.layer)
-        self.routes.equal[self.layer] = (own[:, :, None] == given[:, None]).any(-1).all(-1)
+            return values, by_scores
+        by_routes, has_route = self.routes.layer_experts(self.layer)
+        matches = by_scores[:, :, None] == by_routes[:, None]
+        self.routes.equal[self.layer] = matches.any(-1).all(-1)
         if not self.routes.replays:
-            return values, own
-        taken = torch.where(known, given, own)
-        return scores.gather(1, taken), taken
+            return values, by_scores
+        experts = torch.where(has_route, by_routes, by_scores)
+        return scores.gather(1, experts), experts
 
 
-def install(stage: torch.nn.Module, layers: Sequence[int]) -> None:
-    """Have all layers of a stage, by their numbers in the whole model, take the routes that they
-    are called with."""
+def install(stage: Any, layers: Sequence[int]) -> None:
+    """Make all layers of a ``stage`` use the routes of their calls.
+
+    ``stage``: a megatron-core model. ``layers``: numbers of its layers in the whole model.
+    """
     for number, layer in zip(layers, stage.decoder.layers, strict=True):
         routed = RoutedLayer(number)
         layer.mlp.router.router_replay = routed
-        layer.register_forward_pre_hook(routed.take, with_kwargs=True)
+        layer.register_forward_pre_hook(routed.set_routes, with_kwargs=True)
         layer.mlp.replay = routed

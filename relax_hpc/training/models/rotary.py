@@ -1,5 +1,4 @@
-"""The rotary embedding of packs, whose positions begin anew with every row, and may have three
-axes."""
+"""Rotary embedding of packs: positions restart with every row, and may have three axes."""
 
 from __future__ import annotations
 
@@ -16,39 +15,43 @@ if TYPE_CHECKING:
 
 
 class PackRotary(torch.nn.Module):
-    """Stands for megatron-core's module, whose frequencies it takes: angles of the positions that a
-    pack has.
+    """Replacement of megatron-core's module, with the same frequencies. It computes the angles for
+    the positions of a pack.
 
-    megatron-core's own way through a pack reads the ends of the rows back from the device in each
-    layer.
+    megatron-core 0.16.1 reads the ends of a pack's rows back from the device in each layer, which
+    synchronizes.
     """
 
     def __init__(self, plain: RotaryEmbedding, device: str, sections: Sequence[int] = ()) -> None:
         """``sections``: see `ModelSpec.rotary_sections`."""
         super().__init__()
-        # No buffer: those would be rounded where weights are.
+        # Not a buffer: buffers are cast together with weights, which would round the frequencies.
         self.frequencies = plain.inv_freq.to(device)
         self.axes = torch.tensor(interleaved(len(self.frequencies), sections), device=device)
 
-    def get_rotary_seq_len(self, *about: Any) -> Tensor:
-        """Argument of `forward`: not a length, but the positions [t]. Called with the pack as last
-        argument."""
-        rows: PackedRows = about[-1]
+    def get_rotary_seq_len(self, *arguments: Any) -> Tensor:
+        """Argument of `forward`: the positions of the pack instead of a length.
+
+        megatron-core calls it with the pack as last argument, and passes the result to `forward`.
+        """
+        rows: PackedRows = arguments[-1]
         return rows.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
         """[t], or [3, t] by axis -> angles [t, 1, 1, dim], float32."""
-        of_each = (
-            positions[:, None] if positions.dim() == 1 else positions.index_select(0, self.axes).t()
-        )
-        half = of_each.to(self.frequencies.dtype) * self.frequencies
+        if positions.dim() == 1:
+            by_frequency = positions[:, None]
+        else:
+            by_frequency = positions.index_select(0, self.axes).t()
+        half = by_frequency.to(self.frequencies.dtype) * self.frequencies
         return torch.cat((half, half), dim=-1)[:, None, None, :]
 
 
 def interleaved(frequencies: int, sections: Sequence[int]) -> list[int]:
-    """Axis (0: time, 1: height, 2: width) with which each frequency turns. The three take turns
-    until height and width have as many as ``sections`` say (interleaved mRoPE, arXiv 2511.21631,
-    section 2.2); time has the rest.
+    """Axis (0: time, 1: height, 2: width) of each frequency.
+
+    The axes alternate until height and width have the numbers in ``sections``. The remaining
+    frequencies belong to time (interleaved mRoPE, arXiv 2511.21631, section 2.2).
 
     >>> interleaved(8, (4, 2, 2))
     [0, 1, 2, 0, 1, 2, 0, 0]

@@ -1,4 +1,4 @@
-"""Rules for the values of keys of config.json that are understood."""
+"""Rules for supported values of config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The values that are understood of a key."""
+    """Supported values of a key."""
 
     allowed: str
     fits: Callable[[Any], bool]
@@ -21,24 +21,22 @@ def _none(_: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Rules for one mapping of config.json: the whole of it, or that of a part of the model."""
+    """Rules for one mapping of config.json: the whole file, or the mapping of a model part."""
 
     rules: Mapping[str, Rule]
-    """Rules for the values that are understood, by key."""
-    needed: tuple[str, ...] = ()
-    """Keys that it must have."""
+    """Rules for supported values, by key."""
+    required_keys: tuple[str, ...] = ()
+    """Keys that the mapping must have."""
     contradictions: Callable[[Mapping[str, Any]], Iterator[str]] = _none
-    """Contradictions between keys that are each in order, one line each."""
+    """Contradictions between keys whose values are valid separately, one line each."""
 
 
 def one_of(*values: Any) -> Rule:
-    """Any of ``values``, true and 1 being different ones."""
+    """Any of ``values``. True and 1 are different values."""
 
-    def fits(found: Any) -> bool:
-        return any(
-            found == value and isinstance(found, bool) == isinstance(value, bool)
-            for value in values
-        )
+    def fits(candidate: Any) -> bool:
+        is_flag = isinstance(candidate, bool)
+        return any(candidate == value and is_flag == isinstance(value, bool) for value in values)
 
     return Rule(" or ".join(map(repr, values)), fits)
 
@@ -47,50 +45,50 @@ def at_most(limit: int) -> Rule:
     """Positive integers up to ``limit``."""
     return Rule(
         f"a positive integer, at most {limit}",
-        lambda found: type(found) is int and 0 < found <= limit,
+        lambda value: type(value) is int and 0 < value <= limit,
     )
 
 
 MAX_LAYERS, MAX_EXPERTS = 1024, 4096
-"""Layers of a model or of a tower, and experts of a layer. Published models have 128 and 512 of
-them at most. Each is a name or more, so that a config.json with a million would keep whoever reads
-it busy."""
+"""Limits for the layers of a model or tower, and for the experts of a layer. Published models have
+at most 128 and 512. Each layer and expert has at least one tensor name, so a config.json with a
+million of them would take very long to check."""
 MAX_LAYER_EXPERTS = 1 << 17
-"""Experts of all layers together; published models have 30,000 at most."""
+"""Limit for the experts of all layers together. Published models have at most 30,000."""
 LAYERS, EXPERTS = at_most(MAX_LAYERS), at_most(MAX_EXPERTS)
 SIZE = at_most((1 << 31) - 1)
-TOKEN = Rule("a token id, 0 or more", lambda found: type(found) is int and found >= 0)
-NUMBER = Rule("a positive number", lambda found: type(found) in (int, float) and 0 < found < 1e300)
-FLAG = Rule("true or false", lambda found: isinstance(found, bool))
-MAPPING = Rule("a mapping", lambda found: isinstance(found, dict))
+TOKEN = Rule("a token id, 0 or more", lambda value: type(value) is int and value >= 0)
+NUMBER = Rule("a positive number", lambda value: type(value) in (int, float) and 0 < value < 1e300)
+FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+MAPPING = Rule("a mapping", lambda value: isinstance(value, dict))
 
 ROPE = ("rope_parameters", "rope_scaling")
-"""Keys under which transformers 5, and releases before it, keep the rotary embedding; a set
-`rope_scaling` wins."""
+"""Keys for the rotary embedding in transformers 5 and in earlier releases. If both are set,
+`rope_scaling` has priority."""
 
 
-def rope(known: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping that says how positions are rotated; empty: nothing but `rope_theta` does."""
-    found = known.get("rope_scaling") or known.get("rope_parameters") or {}
-    return found if isinstance(found, dict) else {}
+def rope(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The mapping that describes the rotary embedding; empty: only `rope_theta` does."""
+    mapping = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    return mapping if isinstance(mapping, dict) else {}
 
 
-def rope_theta(known: Mapping[str, Any]) -> float:
-    """Base of the rotary embedding, wherever this transformers release keeps it.
+def rope_theta(hf_config: Mapping[str, Any]) -> float:
+    """Base of the rotary embedding, in any place where a transformers release stores it.
 
-    10000 where it is missing: so take it transformers 5 and, with its configuration, SGLang 0.5.21.
+    The default is 10000, as in transformers 5 and in SGLang 0.5.21, which uses its configuration.
     """
-    return float(rope(known).get("rope_theta") or known.get("rope_theta") or 10000.0)
+    return float(rope(hf_config).get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
 
 
-def rope_kind(known: Mapping[str, Any]) -> str:
-    """ "default", or another name by `rope_type`; both spellings count, as in transformers."""
-    found = rope(known)
-    return str(found.get("rope_type") or found.get("type") or "default")
+def rope_kind(hf_config: Mapping[str, Any]) -> str:
+    """The `rope_type`, "default" if missing. Both spellings count, as in transformers."""
+    mapping = rope(hf_config)
+    return str(mapping.get("rope_type") or mapping.get("type") or "default")
 
 
-def _is_full_attention(found: Any) -> bool:
-    return isinstance(found, list) and all(kind == "full_attention" for kind in found)
+def _is_full_attention(value: Any) -> bool:
+    return isinstance(value, list) and all(kind == "full_attention" for kind in value)
 
 
 ANYWHERE = {
@@ -99,8 +97,18 @@ ANYWHERE = {
     "tie_encoder_decoder": one_of(False),
     "pruned_heads": one_of({}),
 }
-"""Rules for keys that any mapping may have that describes a model or a part of one, by
-transformers' PretrainedConfig."""
+"""Rules for keys that transformers' PretrainedConfig allows in any mapping that describes a model
+or a part of one."""
+
+_ROPE_RULES = {
+    **{f"{name}.rope_theta": NUMBER for name in ROPE},
+    # Both spellings, as in transformers. With another type the model would silently be trained with
+    # the plain embedding.
+    **{f"{name}.rope_type": one_of("default") for name in ROPE},
+    **{f"{name}.type": one_of("default") for name in ROPE},
+    "partial_rotary_factor": one_of(1.0),
+    **{f"{name}.partial_rotary_factor": one_of(1.0) for name in ROPE},
+}
 
 DECODER = {
     "vocab_size": SIZE,
@@ -120,13 +128,8 @@ DECODER = {
     "layer_types": Rule("'full_attention' for every layer", _is_full_attention),
     "rope_theta": NUMBER,
     **dict.fromkeys(ROPE, MAPPING),
-    **{f"{name}.rope_theta": NUMBER for name in ROPE},
-    # Both spellings, as in transformers: what is missed here is trained with the plain embedding.
-    **{f"{name}.{key}": one_of("default") for name in ROPE for key in ("rope_type", "type")},
-    **{
-        f"{name}partial_rotary_factor": one_of(1.0) for name in ("", *(f"{name}." for name in ROPE))
-    },
+    **_ROPE_RULES,
     **ANYWHERE,
 }
-"""Keys that any decoder with full attention may have, and what of them is understood; those of the
-rotary embedding's mappings as `rope_scaling.factor`."""
+"""Rules for keys that any decoder with full attention may have. Keys of the rotary embedding's
+mappings are written as `rope_scaling.factor`."""

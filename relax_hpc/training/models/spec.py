@@ -1,8 +1,8 @@
-"""Specification of a model: a family is a class of its own, and the content of one config.json an
-instance of it.
+"""Specification of a model. Each model family is a subclass; the content of a config.json gives an
+instance.
 
-What all of them share is here: decoders with grouped-query attention, a rotary embedding, RMS norms
-and gated feed-forward layers. A family changes what differs.
+The base class describes a decoder with grouped-query attention, a rotary embedding, RMS norms and
+gated feed-forward layers. A family overrides the differences.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Use = Literal["train", "convert"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One model. Two are equal if the same arithmetic is done with their weights."""
+    """One model. Two are equal if they do the same arithmetic with their weights."""
 
     model_type: ClassVar[str]
-    """Value of config.json's `model_type`, by which the family is found."""
+    """Value of config.json's `model_type`, which selects the family."""
     architecture: ClassVar[str]
-    """Value of config.json's `architectures` that is understood, the only one."""
+    """The only supported entry of config.json's `architectures`."""
     uses: ClassVar[tuple[Use, ...]] = ("train", "convert")
-    needed: ClassVar[tuple[str, ...]] = (
+    required_keys: ClassVar[tuple[str, ...]] = (
         "vocab_size",
         "hidden_size",
         "intermediate_size",
@@ -55,23 +55,22 @@ class ModelSpec:
         "rms_norm_eps",
     )
     """Keys that config.json must have."""
-    own_rules: ClassVar[Mapping[str, Rule]] = {}
-    """Rules for keys that other families do not have, or understand otherwise; the rest is in
-    `rules.DECODER`."""
+    extra_rules: ClassVar[Mapping[str, Rule]] = {}
+    """Rules for keys that differ from the common ones in `rules.DECODER`."""
     decoder: ClassVar[str] = "model."
     """Beginning of the names of the decoder's tensors in Hugging Face files."""
     output: ClassVar[str] = "lm_head.weight"
-    """Name of the output layer's tensor there."""
+    """Name of the output layer's tensor in Hugging Face files."""
     untrained_prefixes: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of tensors there that are no part of what is trained."""
+    """Beginnings of the names of tensors in Hugging Face files that are not trained."""
     published_packed: ClassVar[bool] = False
-    """Whether it is published with several pieces in one tensor, see `packed_forms`."""
+    """Whether the published files hold several pieces in one tensor; see `packed_forms`."""
     qk_norm: ClassVar[bool] = False
-    """Whether queries and keys are normalised by head."""
+    """Whether queries and keys are normalized per head."""
     row_fields: ClassVar[tuple[str, ...]] = ()
-    """Token fields of rows that `inputs` takes beside the token ids."""
-    sglang_ties: ClassVar[bool] = True
-    """Whether SGLang's class has the embedding for its output layer where `tied` says so."""
+    """Token fields of rows that `inputs` takes, besides the token ids."""
+    ties_in_sglang: ClassVar[bool] = True
+    """Whether SGLang's class ties the output layer to the embedding if `tied` is set."""
 
     hidden: int
     inner: int
@@ -87,77 +86,75 @@ class ModelSpec:
     eps: float = 1e-6
     rope_base: float = 10000.0
     experts: int = 0
-    """Experts of every layer; 0: it has none."""
+    """Experts per layer; 0: a dense model."""
     chosen: int = 0
-    """Experts of a layer that a token goes to."""
+    """Experts per layer that compute a token."""
     towers: tuple[Tower, ...] = ()
     """Encoders of media before the decoder."""
     rotary_sections: tuple[int, ...] = ()
-    """Frequencies of the rotary embedding that turn with time, with height and with width; empty: a
-    token has one position, with which all turn."""
+    """Numbers of rotary frequencies that use the position in time, in height and in width. Empty: a
+    token has one position, which all frequencies use."""
     placeholders: tuple[int, ...] = ()
-    """Tokens in whose places media come, which have no probability."""
+    """Tokens that embeddings of media replace. They have no probability."""
     positions: int = field(default=0, compare=False)
-    """Most positions of a sequence; 0: the model does not say."""
+    """Largest number of positions of a sequence; 0: config.json has no limit."""
     init_std: float = field(default=0.02, compare=False)
 
     # -- config.json -------------------------------------------------------------------------------
 
     @classmethod
-    def from_config(cls, known: Mapping[str, Any]) -> Self:
-        """Build from the `understood` content of config.json."""
-        return cls(**cls.sizes(known))
+    def from_config(cls, hf_config: Mapping[str, Any]) -> Self:
+        """Build from the content of config.json, as `families.checked_config` returns it."""
+        return cls(**cls.sizes(hf_config))
 
     @classmethod
-    def sizes(cls, known: Mapping[str, Any]) -> dict[str, Any]:
+    def sizes(cls, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Values of the class's fields, by name."""
-        heads = known["num_attention_heads"]
+        heads = hf_config["num_attention_heads"]
         return {
-            "hidden": known["hidden_size"],
-            "inner": known["intermediate_size"],
-            "layers": known["num_hidden_layers"],
+            "hidden": hf_config["hidden_size"],
+            "inner": hf_config["intermediate_size"],
+            "layers": hf_config["num_hidden_layers"],
             "heads": heads,
-            "groups": known.get("num_key_value_heads", heads),
-            "head_dim": known.get("head_dim") or known["hidden_size"] // heads,
-            "vocab": known["vocab_size"],
-            "tied": known.get("tie_word_embeddings", False),
-            "eps": float(known["rms_norm_eps"]),
-            "rope_base": rope_theta(known),
-            "positions": known.get("max_position_embeddings", 0),
-            "init_std": known.get("initializer_range", 0.02),
+            "groups": hf_config.get("num_key_value_heads", heads),
+            "head_dim": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
+            "vocab": hf_config["vocab_size"],
+            "tied": hf_config.get("tie_word_embeddings", False),
+            "eps": float(hf_config["rms_norm_eps"]),
+            "rope_base": rope_theta(hf_config),
+            "positions": hf_config.get("max_position_embeddings", 0),
+            "init_std": hf_config.get("initializer_range", 0.02),
         }
 
     @classmethod
     def rules(cls) -> dict[str, Rule]:
-        """Rules for the values that are understood, by key."""
-        return {**DECODER, "architectures": one_of([cls.architecture]), **cls.own_rules}
+        """Rules for supported values, by key."""
+        return {**DECODER, "architectures": one_of([cls.architecture]), **cls.extra_rules}
 
     @classmethod
-    def contradictions(cls, known: Mapping[str, Any]) -> Iterator[str]:
-        """Contradictions between keys that are each in order, one line each."""
-        heads, groups, dim = (
-            known.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
-        )
+    def contradictions(cls, hf_config: Mapping[str, Any]) -> Iterator[str]:
+        """Contradictions between keys whose values are valid separately, one line each."""
+        # Values have any type before their rules are checked.
+        heads: Any = hf_config.get("num_attention_heads")
+        groups: Any = hf_config.get("num_key_value_heads")
+        dim: Any = hf_config.get("head_dim")
         if SIZE.fits(heads) and SIZE.fits(groups) and heads % groups:
             yield f"num_key_value_heads is {groups}, supported is a divisor of {heads} heads"
         if SIZE.fits(dim) and dim % 2:
             yield f"head_dim is {dim}, supported are even numbers (rotary embedding)"
-        kinds, layers = known.get("layer_types"), known.get("num_hidden_layers")
+        kinds, layers = hf_config.get("layer_types"), hf_config.get("num_hidden_layers")
         if isinstance(kinds, list) and len(kinds) != layers:
             yield (
                 f"layer_types has {len(kinds)} entries, supported is one for each of "
                 f"num_hidden_layers, {layers}"
             )
-        if all(known.get(name) for name in ROPE) and known[ROPE[0]] != known[ROPE[1]]:
+        if all(hf_config.get(name) for name in ROPE) and hf_config[ROPE[0]] != hf_config[ROPE[1]]:
             yield (
-                f"{ROPE[1]} is {known[ROPE[1]]!r:.60} beside another {ROPE[0]}, supported is one "
-                "of them"
+                f"{ROPE[1]} is {hf_config[ROPE[1]]!r:.60} and differs from {ROPE[0]}, supported is "
+                "one of them"
             )
-        bases = [
-            base
-            for base in (known.get("rope_theta"), rope(known).get("rope_theta"))
-            if NUMBER.fits(base)
-        ]
+        values = (hf_config.get("rope_theta"), rope(hf_config).get("rope_theta"))
+        bases = [base for base in values if NUMBER.fits(base)]
         if len({*bases}) > 1:
             yield (
                 f"rope_theta is {bases[0]}, and {bases[1]} in a mapping of the rotary embedding; "
@@ -168,16 +165,16 @@ class ModelSpec:
     def sections(cls) -> dict[str, Section]:
         """Rules for the mappings of config.json, by the beginning of their keys, such as
         `text_config.`."""
-        return {"": Section(cls.rules(), cls.needed, cls.contradictions)}
+        return {"": Section(cls.rules(), cls.required_keys, cls.contradictions)}
 
     @property
     def route_shape(self) -> RouteShape | None:
-        """Shape of the routes of its tokens; None: it has no experts to choose."""
+        """Shape of the routes of its tokens; None: it has no experts."""
         return None
 
     # -- ranks -------------------------------------------------------------------------------------
 
-    def widths(self, parallel: ParallelConfig) -> dict[str, int]:
+    def divided_sizes(self, parallel: ParallelConfig) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by their keys in config.json."""
         return {
             "num_attention_heads": self.heads,
@@ -186,8 +183,11 @@ class ModelSpec:
         }
 
     def split_errors(self, parallel: ParallelConfig) -> Iterator[str]:
-        """Reasons why ranks cannot split the model so, one line each, beginning with the field."""
-        for key, size in self.widths(parallel).items():
+        """Reasons why ranks cannot split the model as ``parallel`` describes.
+
+        Each is one line that begins with the field.
+        """
+        for key, size in self.divided_sizes(parallel).items():
             if size % parallel.tensor:
                 yield (
                     f"tensor: found {parallel.tensor}, allowed: a divisor of the model's {key}, "
@@ -211,58 +211,54 @@ class ModelSpec:
             )
 
     def frozen_tower_errors(self, names: Sequence[str]) -> Iterator[str]:
-        """Reason why the towers of these ``names`` cannot be frozen, a line that begins with the
+        """Reason why towers with these ``names`` cannot be frozen, a line that begins with the
         field."""
-        there = [tower.name for tower in self.towers]
-        if other := [name for name in names if name not in there]:
-            allowed = ", ".join(there) or f"none; a {self.model_type} model takes no media"
-            yield f"frozen_towers: found {', '.join(other)}, allowed: {allowed}"
+        towers = [tower.name for tower in self.towers]
+        unknown = [name for name in names if name not in towers]
+        if unknown:
+            allowed = ", ".join(towers) or f"none; a {self.model_type} model takes no media"
+            yield f"frozen_towers: found {', '.join(unknown)}, allowed: {allowed}"
 
     def _shallow_stages(self, parallel: ParallelConfig) -> Iterator[str]:
-        """Reason why the first of the stages, into which ``parallel`` can cut the layers, does not
-        do."""
+        """Reason why the first stage has too few layers for the towers."""
         layers = len(stage_layers(self.layers, parallel)[0])
-        if layers < (levels := self.levels):
-            found = (
-                f"first_stage_layers: found {parallel.first_stage_layers}, with which the "
-                f"first stage has {layers}"
-            )
+        if layers < self.levels:
             yield (
-                f"{found}, allowed: {levels} or more; to so many layers the vision tower gives "
-                "something"
+                f"first_stage_layers: found {parallel.first_stage_layers}, with which the first "
+                f"stage has {layers}, allowed: {self.levels} or more; the vision tower adds values "
+                "to the results of so many layers"
             )
 
     @property
     def levels(self) -> int:
-        """Layers of the decoder, from the first on, to which a tower gives something."""
+        """Number of first decoder layers to whose results a tower adds values."""
         return max((tower.levels for tower in self.towers), default=0)
 
     @property
     def group_rows(self) -> int:
-        """Rows of the matrix for queries, keys and values that one key-value head and its queries
-        have."""
+        """Rows of one key-value head and its queries in the matrix of queries, keys and values."""
         return (self.heads // self.groups + 2) * self.head_dim
 
     def padded_vocab(self, tensor: int) -> int:
-        """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel
+        """Rows of the embedding: the vocabulary, rounded up to a multiple of the tensor-parallel
         size."""
         return -(-self.vocab // tensor) * tensor
 
     def matrix_elements(self) -> int:
-        """Elements of all matrices that a token is multiplied by; the embedding counts as output
-        layer alone."""
+        """Elements of all matrices that multiply a token. A tied embedding counts once, as output
+        layer."""
         attention = 2 * self.hidden * (self.heads + self.groups) * self.head_dim
         return self.layers * (attention + self.mlp_matrix_elements()) + self.hidden * self.vocab
 
     def mlp_matrix_elements(self) -> int:
-        """Elements of the matrices of a layer's feed-forward part that a token is multiplied by."""
+        """Elements of the feed-forward matrices of a layer that multiply a token."""
         return 3 * self.hidden * self.inner
 
     # -- names of weights --------------------------------------------------------------------------
 
     @classmethod
     def is_untrained(cls, name: str) -> bool:
-        """Whether a tensor of that name is one of the `passengers`."""
+        """Whether the tensor ``name`` is not trained; see `untrained_prefixes`."""
         return name.startswith(cls.untrained_prefixes)
 
     @property
@@ -273,11 +269,11 @@ class ModelSpec:
     def layer_entries(
         self, ours: str, theirs: str, norms: Mapping[str, str]
     ) -> list[FusedParameter]:
-        """The parameters of a layer: megatron-core's names begin with ``ours``, Hugging Face's with
-        ``theirs``.
+        """Parameters of a layer. Names of megatron-core begin with ``ours``, those of Hugging Face
+        with ``theirs``.
 
-        ``norms``: megatron-core's names of "input_norm" and "mlp_norm", which depend on the layers
-        that it has.
+        ``norms``: megatron-core's names of "input_norm" and "mlp_norm", which depend on the layer
+        spec.
         """
         return [
             *self.attention_entries(ours, theirs, norms),
@@ -288,24 +284,20 @@ class ModelSpec:
         self, ours: str, theirs: str, norms: Mapping[str, str]
     ) -> Iterator[FusedParameter]:
         """Parameters of a layer's attention; see `layer_entries`."""
-        query, value, place = (
-            self.heads * self.head_dim,
-            self.groups * self.head_dim,
-            f"{theirs}self_attn.",
-        )
+        query, value = self.heads * self.head_dim, self.groups * self.head_dim
+        prefix = f"{theirs}self_attn."
         qkv, first = [], 0
         for letter, rows in (("q", query), ("k", value), ("v", value)):
             blocks = Blocks(self.groups, self.group_rows, first)
-            qkv.append(Piece(f"{place}{letter}_proj.weight", (rows, self.hidden), 0, blocks))
+            qkv.append(Piece(f"{prefix}{letter}_proj.weight", (rows, self.hidden), 0, blocks))
             first += rows // self.groups
-        yield FusedParameter(
-            ours + norms["input_norm"], (Piece(f"{theirs}input_layernorm.weight", (self.hidden,)),)
-        )
+        input_norm = Piece(f"{theirs}input_layernorm.weight", (self.hidden,))
+        yield FusedParameter(ours + norms["input_norm"], (input_norm,))
         yield FusedParameter(f"{ours}self_attention.linear_qkv.weight", tuple(qkv), "qkv")
         for letter in "qk" if self.qk_norm else "":
-            norm = Piece(f"{place}{letter}_norm.weight", (self.head_dim,))
+            norm = Piece(f"{prefix}{letter}_norm.weight", (self.head_dim,))
             yield FusedParameter(f"{ours}self_attention.{letter}_layernorm.weight", (norm,))
-        out = Piece(f"{place}o_proj.weight", (self.hidden, query), 1)
+        out = Piece(f"{prefix}o_proj.weight", (self.hidden, query), 1)
         yield FusedParameter(f"{ours}self_attention.linear_proj.weight", (out,))
 
     def mlp_entries(
@@ -319,7 +311,7 @@ class ModelSpec:
     def gated(
         self, ours: str, theirs: str, inner: int, expert: int | None = None
     ) -> Iterator[FusedParameter]:
-        """A gated feed-forward layer, or one ``expert`` of many."""
+        """Parameters of a gated feed-forward layer, or of one ``expert``."""
         gate_up = tuple(
             Piece(f"{theirs}{name}_proj.weight", (inner, self.hidden), 0) for name in ("gate", "up")
         )
@@ -328,7 +320,7 @@ class ModelSpec:
         yield FusedParameter(f"{ours}linear_fc2.weight", (down,), expert=expert)
 
     def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, Forms]:
-        """Tensors that hold several ``pieces`` in some files, by name."""
+        """Forms of tensors that hold several ``pieces`` in some files, by name."""
         return {}
 
     # -- megatron-core's model ---------------------------------------------------------------------
@@ -339,15 +331,15 @@ class ModelSpec:
         return {
             "ffn_hidden_size": self.inner,
             "qk_layernorm": self.qk_norm,
-            # Micro-batches differ in length, and a stage learns the shape from the one before it.
+            # Micro-batches differ in length. With this setting a stage sends the shape first.
             "variable_seq_lengths": parallel.pipeline > 1,
-            # Ranks may differ in length; megatron-core asks this of dense models too when lengths
-            # vary.
+            # Ranks may have different numbers of tokens. megatron-core 0.16.1 requires this setting
+            # with variable lengths, also in dense models.
             "moe_token_dispatcher_type": "alltoall",
         }
 
     def rotary(self) -> dict[str, Any]:
-        """Settings by which megatron-core's model rotates positions."""
+        """Settings of the rotary embedding in megatron-core's model."""
         return {"position_embedding_type": "rope", "rotary_base": self.rope_base}
 
     def build(
@@ -358,8 +350,8 @@ class ModelSpec:
         last: bool,
         kernels: Kernels = "plain",
     ) -> HiddenStateModel:
-        """A pipeline stage with random weights, holding the embedding if `first` and the output
-        layer if `last`."""
+        """A pipeline stage with random weights. The `first` stage holds the embedding, the `last`
+        one the output layer."""
         from relax_hpc.training.models.stage_model import build_stage
 
         return build_stage(

@@ -18,9 +18,10 @@ from relax_hpc.training.models.towers.tower import Tower
 
 
 class HiddenStateModel(GPTModel):
-    """A GPT whose last stage gives the hidden states after the final norm, [s, b, h] (of this
-    rank's share of s under sequence parallelism): logits of all tokens are more than fits, and are
-    needed of few.
+    """A GPT whose last stage returns the hidden states after the final norm, [s, b, h].
+
+    Under sequence parallelism s is this rank's share. Logits of all tokens would not fit into
+    memory, and only few are needed.
     """
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -29,29 +30,36 @@ class HiddenStateModel(GPTModel):
     @property
     def output_weight(self) -> Tensor:
         """[v, h]: this rank's rows of the output layer, on the last stage."""
-        own = self.output_layer.weight
-        return self.shared_embedding_or_output_weight() if own is None else own
+        weight = self.output_layer.weight
+        # megatron-core's output layer has no weight if it is tied to the embedding.
+        return self.shared_embedding_or_output_weight() if weight is None else weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[b, s, v] of this rank's columns, of what the last stage gave; for looking at them."""
+        """[b, s, v] of this rank's columns, from the last stage's hidden states. For tests and
+        inspection."""
         return self.output_layer(hidden, weight=self.output_weight)[0].transpose(0, 1)
 
 
 class MediaModel(HiddenStateModel):
-    """A first stage with towers before it, whose embeddings stand in the places of media."""
+    """A first stage with towers, whose embeddings replace tokens."""
 
-    def take(self, towers: Towers) -> None:
-        """Have these ``towers``, before all other modules: buckets of gradients go by the order of
-        parameters."""
-        others = dict(self._modules)
+    def add_towers(self, towers: Towers) -> None:
+        """Add ``towers`` as the first module.
+
+        megatron-core's buckets of gradients follow the order of parameters, and towers come first
+        in the forward pass.
+        """
+        modules = dict(self._modules)
         self._modules.clear()
         self.towers = towers
-        self._modules.update(others)
-        towers.feed(self.decoder.layers)
+        self._modules.update(modules)
+        towers.register_levels(self.decoder.layers)
 
     def _preprocess(self, *args: Any, packed_seq_params: PackedRows, **named: Any) -> Any:
-        embedded, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **named)
-        return (self.towers(embedded, packed_seq_params.media), *rest)
+        embedded, *results = super()._preprocess(
+            *args, packed_seq_params=packed_seq_params, **named
+        )
+        return (self.towers(embedded, packed_seq_params.media), *results)
 
 
 def build_stage(
@@ -86,5 +94,5 @@ def build_stage(
     )
     model.rotary_pos_emb = PackRotary(model.rotary_pos_emb, device, rotary_sections)
     if isinstance(model, MediaModel):
-        model.take(Towers(towers, config))
+        model.add_towers(Towers(towers, config))
     return model.to(device)

@@ -1,5 +1,4 @@
-"""Pieces of a model out of tensors that hold several of them, as some files do; see
-`pieces.StoredForm`."""
+"""Pieces inside of tensors that hold several of them, as some files do; see `pieces.StoredForm`."""
 
 from __future__ import annotations
 
@@ -20,55 +19,55 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """One piece [rows, columns] of a tensor, read when it is sliced."""
+    """One piece [rows, columns] of a tensor. Slicing it reads the values."""
 
     tensor: Any
-    """The tensor [blocks, ., .], or anything that slices like it, such as a lazy safetensors
+    """The tensor [blocks, ., .], or an object with the same slicing, such as a lazy safetensors
     slice."""
     block: int
     first: int
-    """First row of it in its block."""
+    """First row of the piece in its block."""
     rows: int
-    turned: bool
-    """Whether blocks lie turned around."""
+    transposed: bool
+    """Whether the blocks are [columns, rows]."""
 
-    def __getitem__(self, part: slice | tuple[slice, slice]) -> Tensor:
-        rows, columns = part if isinstance(part, tuple) else (part, slice(None))
-        start, stop, _ = rows.indices(self.rows)
-        block, own = slice(self.block, self.block + 1), slice(self.first + start, self.first + stop)
-        return (
-            self.tensor[block, columns, own][0].t()
-            if self.turned
-            else self.tensor[block, own, columns][0]
-        )
+    def __getitem__(self, selection: slice | tuple[slice, slice]) -> Tensor:
+        if isinstance(selection, tuple):
+            row_slice, columns = selection
+        else:
+            row_slice, columns = selection, slice(None)
+        start, stop, _ = row_slice.indices(self.rows)
+        block = slice(self.block, self.block + 1)
+        rows = slice(self.first + start, self.first + stop)
+        if self.transposed:
+            return self.tensor[block, columns, rows][0].t()
+        return self.tensor[block, rows, columns][0]
 
 
 def split_into_pieces(
     spec: ModelSpec, source: Mapping[str, Any], shapes: Shapes
 ) -> tuple[Mapping[str, Any], Shapes]:
-    """``source`` and the ``shapes`` of its tensors with pieces in the place of tensors that hold
+    """``source`` and the ``shapes`` of its tensors, with pieces in place of each tensor that holds
     several."""
-    forms = spec.packed_forms(all_pieces(spec)) if spec.experts else {}
-    there = (
-        (name, find_form(some, shapes[name])) for name, some in forms.items() if name in shapes
-    )
-    found = {name: form for name, form in there if form}
-    if not found:
+    packed: dict[str, StoredForm] = {}
+    for name, forms in _packed_forms(spec).items():
+        form = find_form(forms, shapes[name]) if name in shapes else None
+        if form is not None:
+            packed[name] = form
+    if not packed:
         return source, shapes
-    pieces: dict[str, Any] = {name: source[name] for name in source if name not in found}
-    sizes = {name: shape for name, shape in shapes.items() if name not in found}
-    for name, form in found.items():
+    pieces: dict[str, Any] = {name: source[name] for name in source if name not in packed}
+    sizes = {name: shape for name, shape in shapes.items() if name not in packed}
+    for name, form in packed.items():
         for piece, block, first in piece_positions(form):
-            pieces[piece.name] = StoredPiece(
-                source[name], block, first, piece.shape[0], form.turned
-            )
+            rows = piece.shape[0]
+            pieces[piece.name] = StoredPiece(source[name], block, first, rows, form.transposed)
             sizes[piece.name] = piece.shape
     return pieces, sizes
 
 
 def piece_positions(form: StoredForm) -> Iterator[tuple[Piece, int, int]]:
-    """Pieces of a tensor that holds several, with the number of the block, and of the first row
-    there, of each."""
+    """Each piece of a tensor that holds several, with its block and its first row there."""
     for number, block in enumerate(form.blocks):
         first = 0
         for piece in block:
@@ -77,28 +76,33 @@ def piece_positions(form: StoredForm) -> Iterator[tuple[Piece, int, int]]:
 
 
 def as_published(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole ``tensors`` of pieces, put together as the family is published."""
-    return _packed(published_forms(spec), tensors)
+    """Combine whole ``tensors`` of pieces to the published form of the family."""
+    return _combine(published_forms(spec), tensors)
 
 
 def as_in_transformers(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole ``tensors`` of files as transformers 5 has them in memory: all experts of a layer in
-    one, none turned around."""
-    pieces, _ = split_into_pieces(
-        spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    )
-    forms = spec.packed_forms(all_pieces(spec)) if spec.experts else {}
-    return _packed({name: some[-1] for name, some in forms.items()}, pieces)
+    """Whole ``tensors`` of files in the form of transformers 5: all experts of a layer in one
+    tensor, not transposed."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    pieces, _ = split_into_pieces(spec, tensors, shapes)
+    return _combine({name: forms[-1] for name, forms in _packed_forms(spec).items()}, pieces)
 
 
-def _packed(forms: Mapping[str, StoredForm], pieces: Mapping[str, Any]) -> dict[str, Tensor]:
-    """``pieces``, those of ``forms`` put together. KeyError: one of these is missing."""
+def _packed_forms(spec: ModelSpec) -> dict[str, tuple[StoredForm, ...]]:
+    return spec.packed_forms(all_pieces(spec)) if spec.experts else {}
+
+
+def _combine(forms: Mapping[str, StoredForm], pieces: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors of ``pieces``, combined where ``forms`` have several. KeyError: one is missing."""
     import torch
 
-    found = dict(pieces)
+    tensors = dict(pieces)
     for name, form in forms.items():
         if len(form.pieces) == 1:
             continue
-        blocks = [torch.cat([found.pop(piece.name)[:] for piece in block]) for block in form.blocks]
-        found[name] = torch.stack([block.t() if form.turned else block for block in blocks])
-    return found
+        blocks = []
+        for block in form.blocks:
+            joined = torch.cat([tensors.pop(piece.name)[:] for piece in block])
+            blocks.append(joined.t() if form.transposed else joined)
+        tensors[name] = torch.stack(blocks)
+    return tensors

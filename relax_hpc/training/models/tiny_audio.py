@@ -1,5 +1,4 @@
-"""The part of a small random Qwen3-Omni that hears: its tower, its tokens, and what its processor
-is told."""
+"""Audio part of a small random Qwen3-Omni: tower, tokens, and settings of the processor."""
 
 from __future__ import annotations
 
@@ -9,28 +8,30 @@ from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.training.models import tiny_vision
 
 TOKENS = ("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
-"""Special tokens, in the order of their ids, which come behind those of vision."""
-PLACE = "audio_tower."
-"""Part of the names of its tensors, whose weights keep the size of what goes through them (He et
-al., arXiv 1502.01852, section 2.2): by smaller ones a sound would be a ten-millionth of its
-positions, and a short run would learn nothing of it."""
+"""Special tokens, in the order of their ids, which follow those of vision."""
+PREFIX = "audio_tower."
+"""Part of the names of its tensors. Their weights are drawn so that activations keep their size (He
+et al., arXiv 1502.01852, section 2.2). With smaller weights a sound would be a ten-millionth of its
+positions, and a short run would learn nothing from it."""
 _NAMES = ("audio_start_token_id", "audio_end_token_id", "audio_token_id")
-"""Keys of config.json for their ids."""
+"""Keys of config.json for the ids of these tokens."""
 _BINS, _CHANNELS, _HEADS = 64, 8, 2
 """Mel bins, channels of the convolutions, heads."""
 
 
 def omni_config(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[str, Any]:
-    """The config.json of a Qwen3-Omni of `shape` that does not speak, whose language model has that
-    of ``text``. ``first``: id of the first of the tokens of vision."""
+    """The config.json of a Qwen3-Omni of `shape` without a talker.
+
+    ``text``: config.json of the language model. ``first``: id of the first token of vision.
+    """
     types = "qwen3_omni_moe_text", "qwen3_omni_moe_vision_encoder"
-    behind = first + len(tiny_vision.TOKENS)
+    first_audio = first + len(tiny_vision.TOKENS)
     thinker = {
         "model_type": "qwen3_omni_moe_thinker",
         **tiny_vision.model_parts(shape, text, first, types),
         "audio_config": _tower(shape),
         "position_id_per_seconds": 13,
-        **{name: behind + number for number, name in enumerate(_NAMES)},
+        **{name: first_audio + number for number, name in enumerate(_NAMES)},
     }
     return {
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
@@ -42,8 +43,7 @@ def omni_config(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dic
 
 
 def _tower(shape: TinyModelConfig) -> dict[str, Any]:
-    """Tower like that of the published models but for its width: chunks of a second, windows of
-    eight."""
+    """Tower with the published chunks of one second and windows of eight, but smaller layers."""
     return {
         "model_type": "qwen3_omni_moe_audio_encoder",
         "num_mel_bins": _BINS,
@@ -63,9 +63,9 @@ def _tower(shape: TinyModelConfig) -> dict[str, Any]:
 
 
 def processors() -> dict[str, dict[str, Any]]:
-    """Content of the files by which processors of images, videos and sounds are set up."""
-    found = tiny_vision.processors("Qwen3OmniMoeProcessor", "Qwen2VLVideoProcessor")
-    found["preprocessor_config"] |= {
+    """Content of the configuration files of the processors of images, videos and sounds."""
+    files = tiny_vision.processors("Qwen3OmniMoeProcessor", "Qwen2VLVideoProcessor")
+    files["preprocessor_config"] |= {
         "feature_extractor_type": "WhisperFeatureExtractor",
         "feature_size": _BINS,
         "sampling_rate": 16000,
@@ -74,4 +74,4 @@ def processors() -> dict[str, dict[str, Any]]:
         "chunk_length": 300,
         "return_attention_mask": True,
     }
-    return found
+    return files

@@ -1,4 +1,4 @@
-"""A small random Qwen3, Qwen3-VL or Qwen3-Omni model with a character tokenizer, made offline in
+"""Small random Qwen3, Qwen3-VL or Qwen3-Omni models with a character tokenizer, written offline in
 the Hugging Face format."""
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
     """Write config, generation config, tokenizer and float32 weights drawn from `seed` into a new
     `directory`.
 
-    The directory appears whole, by rename; one that is there already is kept. ConfigError: it holds
-    another shape, or `shape` is impossible.
+    The complete directory appears by rename; an existing one is kept. ConfigError: it holds another
+    shape, or `shape` is impossible.
     """
     config = model_config(shape)
     if directory.exists():
@@ -57,11 +57,10 @@ def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
 
 
 def _media_tokens(shape: TinyModelConfig) -> tuple[str, ...]:
-    """Special tokens by which a model of `shape` has places for media."""
-    return (
-        *(tiny_vision.TOKENS if shape.vision_layers else ()),
-        *(tiny_audio.TOKENS if shape.audio_layers else ()),
-    )
+    """Special tokens for media of a model of `shape`."""
+    vision = tiny_vision.TOKENS if shape.vision_layers else ()
+    audio = tiny_audio.TOKENS if shape.audio_layers else ()
+    return (*vision, *audio)
 
 
 def _special_ids(shape: TinyModelConfig) -> dict[str, int]:
@@ -70,25 +69,22 @@ def _special_ids(shape: TinyModelConfig) -> dict[str, int]:
 
 
 def _processors(shape: TinyModelConfig) -> dict[str, dict[str, Any]]:
-    """Content of the files that say how media are prepared, by their names."""
+    """Content of the configuration files of media processors, by their names."""
     if shape.audio_layers:
         return tiny_audio.processors()
-    return (
-        tiny_vision.processors("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
-        if shape.vision_layers
-        else {}
-    )
+    if shape.vision_layers:
+        return tiny_vision.processors("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+    return {}
 
 
 def model_config(shape: TinyModelConfig) -> dict[str, Any]:
-    """The config.json of `shape`. ConfigError as `qwen3_config`."""
+    """The config.json of `shape`. ConfigError as in `qwen3_config`."""
     text, first = qwen3_config(shape), len(SPECIAL) + len(CHARACTERS)
     if shape.audio_layers:
         if not (shape.vision_layers and shape.num_experts):
             raise ConfigError(
-                f"model.tiny.audio_layers: found {shape.audio_layers}, allowed beside "
-                "vision_layers and num_experts: "
-                "what hears is a Qwen3-Omni, which sees too, and has experts"
+                f"model.tiny.audio_layers: found {shape.audio_layers}, allowed only with "
+                "vision_layers and num_experts, because the model is a Qwen3-Omni"
             )
         return tiny_audio.omni_config(shape, text, first)
     if not shape.vision_layers:
@@ -97,7 +93,8 @@ def model_config(shape: TinyModelConfig) -> dict[str, Any]:
 
 
 def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
-    """The config.json of the language model of `shape`. ConfigError if attention cannot have it."""
+    """The config.json of the language model of `shape`. ConfigError: impossible sizes of
+    attention."""
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise ConfigError(
             f"model.tiny.num_attention_heads: found {shape.num_attention_heads}, allowed "
@@ -129,7 +126,7 @@ def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
 
 
 def _family(shape: TinyModelConfig) -> dict[str, Any]:
-    """Entries of config.json that say which model it is."""
+    """Entries of config.json that name the family, with its experts."""
     if not shape.num_experts:
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     if shape.num_experts_per_tok > shape.num_experts:
@@ -151,10 +148,8 @@ def _family(shape: TinyModelConfig) -> dict[str, Any]:
 
 def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every stored tensor; tied output weights are not stored."""
-    return {
-        name: form.shape
-        for name, form in published_forms(spec_from_config(model_config(shape))).items()
-    }
+    forms = published_forms(spec_from_config(model_config(shape)))
+    return {name: form.shape for name, form in forms.items()}
 
 
 def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
@@ -168,9 +163,9 @@ def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
         if name.endswith(".bias"):
             return torch.zeros(size)
         if len(size) == 1:
-            # The scales of norms.
+            # Scales of norms.
             return torch.ones(size)
-        std = math.sqrt(2 / math.prod(size[1:])) if tiny_audio.PLACE in name else INIT_STD
+        std = math.sqrt(2 / math.prod(size[1:])) if tiny_audio.PREFIX in name else INIT_STD
         return torch.randn(size, generator=generator) * std
 
     weights = {name: draw(name, size) for name, size in parameter_shapes(shape).items()}
@@ -178,16 +173,15 @@ def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
 
 
 def _check_same(directory: Path, config: dict[str, Any]) -> None:
-    found = read_json_object(
-        directory / "config.json", "remove the directory, so that the model is made again"
+    stored = read_json_object(
+        directory / "config.json", "remove the directory, so that the model is created again"
     )
-    differing = [key for key, value in config.items() if found.get(key) != value]
-    if differing:
-        key = differing[0]
-        raise ConfigError(
-            f"{directory}: holds a model with {key} {found.get(key)}, model.tiny asks for "
-            f"{config[key]}; use another run directory"
-        )
+    for key, value in config.items():
+        if stored.get(key) != value:
+            raise ConfigError(
+                f"{directory}: holds a model with {key} {stored.get(key)}, model.tiny asks for "
+                f"{value}; use another run directory"
+            )
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""The tokenizer of a small model: one token a character, and, for chats with tools, words and a
-template in Qwen3's form."""
+"""Tokenizer of a small model: one token per character. For chats with tools it also has words and a
+chat template in Qwen3's format."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ CHARACTERS = "0123456789+-*=:?,>.abcdefghijklmnopqrstuvwxyz "
 SPECIAL = ("<pad>", "<s>", "</s>")
 PAD_ID, BOS_ID, EOS_ID = range(3)
 VOCAB_SIZE = 64
-"""Tokens of characters alone, spare ones included; a larger vocabulary is a multiple of it."""
+"""Size of a vocabulary of characters only, including unused tokens. A larger vocabulary has a
+multiple of this size."""
 TURN, TURN_END = "<|im_start|>", "<|im_end|>"
 _CHAT_CHARACTERS = '\n{}[]()"_/'
 _CHAT_WORDS = (
-    "system",
-    "user",
-    "assistant",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
+    *("system", "user", "assistant"),
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *('{"name": "', '", "arguments": {"', '": "', '": [', '"}}', "]}}"),
 )
-_CHAT_WORDS += ('{"name": "', '", "arguments": {"', '": "', '": [', '"}}', "]}}")
 _TEMPLATE = """\
 {%- macro said(content) -%}
 {%- if content is string -%}{{ content }}
@@ -55,42 +51,45 @@ _TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\\n" }}{%- endif -%}
 """
-"""Chat template: turns, calls of tools, results of tools within the user's, places for media."""
+"""Chat template: turns, tool calls, tool results within the user's turns, and media."""
 
 
-def vocabulary(more: Sequence[str], chat: bool, words: Sequence[str]) -> list[str]:
-    """Texts of all tokens, by id; ``more`` are special tokens after all characters, see
-    `write_tokenizer`."""
-    found = [*SPECIAL, *CHARACTERS, *more]
-    found += [TURN, TURN_END, *_CHAT_CHARACTERS, *_CHAT_WORDS] if chat else []
-    found = list(dict.fromkeys([*found, *words]))
-    return found + [f"<unused{index}>" for index in range(-len(found) % VOCAB_SIZE)]
+def vocabulary(extra_special: Sequence[str], chat: bool, extra_texts: Sequence[str]) -> list[str]:
+    """Texts of all tokens, by id. For the arguments see `write_tokenizer`."""
+    texts = [*SPECIAL, *CHARACTERS, *extra_special]
+    if chat:
+        texts += [TURN, TURN_END, *_CHAT_CHARACTERS, *_CHAT_WORDS]
+    texts = list(dict.fromkeys([*texts, *extra_texts]))
+    return texts + [f"<unused{index}>" for index in range(-len(texts) % VOCAB_SIZE)]
 
 
-def end_of_response(more: Sequence[str], chat: bool) -> int:
+def end_of_response(extra_special: Sequence[str], chat: bool) -> int:
     """Id of the token that ends a response."""
-    return vocabulary(more, chat, ()).index(TURN_END) if chat else EOS_ID
+    return vocabulary(extra_special, chat, ()).index(TURN_END) if chat else EOS_ID
 
 
 def write_tokenizer(
-    directory: Path, more: Sequence[str] = (), chat: bool = False, words: Sequence[str] = ()
+    directory: Path,
+    extra_special: Sequence[str] = (),
+    chat: bool = False,
+    extra_texts: Sequence[str] = (),
 ) -> None:
-    """Write the files of a tokenizer whose unknown characters become <pad>.
+    """Write the files of a tokenizer. Unknown characters become <pad>.
 
-    ``more``: special tokens beside those of all. ``chat``: it has what chats with tools need, and a
-    template; without, BOS goes before each text. ``words``: texts that have a token each.
+    ``extra_special``: special tokens besides the common ones. ``chat``: whether it has the words
+    and the template for chats with tools; if not, BOS precedes each text. ``extra_texts``: texts
+    with one token each.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    all_words = vocabulary(more, chat, words)
-    tokenizer = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(all_words)}, unk_token="<pad>")
-    )
-    longest_first = sorted([*(_CHAT_WORDS if chat else ()), *words], key=len, reverse=True)
+    texts = vocabulary(extra_special, chat, extra_texts)
+    ids = {text: index for index, text in enumerate(texts)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
+    longest_first = sorted([*(_CHAT_WORDS if chat else ()), *extra_texts], key=len, reverse=True)
     pieces = "|".join([*map(re.escape, longest_first), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([*SPECIAL, *more, *((TURN, TURN_END) if chat else ())])
+    tokenizer.add_special_tokens([*SPECIAL, *extra_special, *((TURN, TURN_END) if chat else ())])
     if chat:
         (directory / "chat_template.jinja").write_text(_TEMPLATE)
     else:
@@ -104,14 +103,21 @@ def write_tokenizer(
         "add_bos_token": not chat,
         "model_max_length": 256,
     }
-    named = {"extra_special_tokens": _named(more)} if more else {}
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps(settings | names | named, indent=2) + "\n"
-    )
+    content: dict[str, object] = {**settings, **names}
+    if extra_special:
+        content["extra_special_tokens"] = _processor_names(extra_special)
+    (directory / "tokenizer_config.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _named(tokens: Sequence[str]) -> dict[str, str]:
-    """Names of ``tokens`` of media by which transformers' processor of Qwen3-Omni asks for them."""
-    words = {"pad": "token", "start": "bos_token", "end": "eos_token"}
-    parts = ((token, *token.strip("<|>").split("_")) for token in tokens)
-    return {f"{sense}_{words[what]}": token for token, sense, what in parts}
+def _processor_names(tokens: Sequence[str]) -> dict[str, str]:
+    """Media ``tokens`` by the names that transformers' processor of Qwen3-Omni requests.
+
+    >>> _processor_names(["<|audio_start|>"])
+    {'audio_bos_token': '<|audio_start|>'}
+    """
+    suffixes = {"pad": "token", "start": "bos_token", "end": "eos_token"}
+    names = {}
+    for token in tokens:
+        medium, role = token.strip("<|>").split("_")
+        names[f"{medium}_{suffixes[role]}"] = token
+    return names

@@ -1,8 +1,8 @@
-"""Norm, rotary embedding and gated activation as one Triton kernel each, in place of a dozen
+"""Norm, rotary embedding and gated activation as one Triton kernel each, instead of a dozen
 launches.
 
-Everything is computed in float32, whatever the tensors are of. Under TRITON_INTERPRET=1 they run on
-a CPU, slowly.
+All kernels compute in float32, for any type of the tensors. With TRITON_INTERPRET=1 they run slowly
+on a CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from torch.autograd.function import once_differentiable
 from relax_hpc.training.models.norm import RMSNorm
 
 _BLOCK = 4096
-"""Elements that a program works on at once."""
+"""Elements that a program processes in one step."""
 _PROGRAMS_PER_PROCESSOR = 4
 
 
 def install() -> None:
-    """Put these kernels where megatron-core calls those of Apex and Transformer Engine, under
-    `apply_rope_fusion` and `bias_activation_fusion` only."""
+    """Replace the kernels of Apex and Transformer Engine in megatron-core.
+
+    megatron-core 0.16.1 calls them only with `apply_rope_fusion` and `bias_activation_fusion`.
+    """
     rope_utils.fused_apply_rotary_pos_emb = rotary
     mlp.bias_swiglu_impl = swiglu
 
@@ -40,11 +42,11 @@ class FusedRMSNorm(RMSNorm):
 
 
 def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
-    """Queries or keys [s, b, heads, dim] turned by the angles `freqs` [s, 1, 1, dim] float32, whose
+    """Rotate queries or keys [s, b, heads, dim] by the angles `freqs` [s, 1, 1, dim] float32, whose
     halves are equal.
 
-    ValueError: angles of part of a head, or that differ between rows of a batch, or pairs that
-    stand beside each other.
+    ValueError: the angles are for a part of a head, differ between rows of a batch, or are for
+    interleaved pairs.
     """
     if interleaved or freqs.shape != (t.shape[0], 1, 1, t.shape[3]):
         raise ValueError(
@@ -54,8 +56,8 @@ def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def swiglu(x: Tensor, bias: None = None, *_: Any) -> Tensor:
-    """silu(x[..., :d]) * x[..., d:] of x [..., 2 d]. A bias is not supported; what follows it
-    concerns others."""
+    """silu(x[..., :d]) * x[..., d:] of x [..., 2 d]. A bias is not supported; further arguments of
+    megatron-core are ignored."""
     if bias is not None:
         raise ValueError("swiglu: found a bias, allowed: none")
     return _SwiGLU.apply(x)
@@ -69,11 +71,9 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         rows, columns = flat.shape
-        y, scale = (
-            torch.empty_like(flat, memory_format=torch.contiguous_format),
-            _vector(flat, rows),
-        )
-        shape = _rows_at_once(columns)
+        y = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        scale = _float_tensor(flat, rows)
+        shape = _block_shape(columns)
         _norm_forward[(triton.cdiv(rows, shape["ROWS"]),)](
             flat, weight, y, scale, rows, columns, flat.stride(0), eps, **shape
         )
@@ -85,12 +85,11 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         rows, columns = x.shape
-        shape = _rows_at_once(columns)
-        programs = min(triton.cdiv(rows, shape["ROWS"]), _programs(x.device))
-        d_x, parts = (
-            torch.empty_like(x, memory_format=torch.contiguous_format),
-            _vector(x, programs, columns),
-        )
+        shape = _block_shape(columns)
+        programs = min(triton.cdiv(rows, shape["ROWS"]), _max_programs(x.device))
+        d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        # Each program sums the weight's gradient over its rows.
+        partial_sums = _float_tensor(x, programs, columns)
         flat = d_y.reshape(-1, columns)
         _norm_backward[(programs,)](
             x,
@@ -98,7 +97,7 @@ class _RMSNorm(torch.autograd.Function):
             scale,
             flat,
             d_x,
-            parts,
+            partial_sums,
             rows,
             columns,
             x.stride(0),
@@ -106,7 +105,7 @@ class _RMSNorm(torch.autograd.Function):
             programs,
             **shape,
         )
-        return d_x.view(d_y.shape), parts.sum(0).to(weight.dtype), None
+        return d_x.view(d_y.shape), partial_sums.sum(0).to(weight.dtype), None
 
 
 @triton.jit
@@ -164,33 +163,34 @@ def _norm_backward(
 
 
 class _Rotary(torch.autograd.Function):
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) of the halves of a head; back by the opposite
-    angle."""
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) of the halves of a head. The backward pass
+    rotates by the opposite angle."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, freqs: Tensor) -> Tensor:
         ctx.save_for_backward(freqs)
-        return _turned(t, freqs, 1.0)
+        return _rotate(t, freqs, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_t: Tensor) -> tuple[Tensor, None]:
-        return _turned(d_t, *ctx.saved_tensors, -1.0), None
+        (freqs,) = ctx.saved_tensors
+        return _rotate(d_t, freqs, -1.0), None
 
 
-def _turned(t: Tensor, freqs: Tensor, sign: float) -> Tensor:
+def _rotate(t: Tensor, freqs: Tensor, sign: float) -> Tensor:
     s, batch, heads, dim = t.shape
     t = t if t.stride(3) == 1 else t.contiguous()
     out = torch.empty_like(t, memory_format=torch.contiguous_format)
     blocks = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(dim // 2)}
-    _turn[(s * batch,)](
+    _rotate_token[(s * batch,)](
         t, out, freqs.contiguous(), batch, heads, dim // 2, *t.stride()[:3], sign, **blocks
     )
     return out
 
 
 @triton.jit
-def _turn(
+def _rotate_token(
     X,
     Y,
     ANGLES,
@@ -204,14 +204,14 @@ def _turn(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
-    token, line = place // batch, place % batch
+    number = tl.program_id(0).to(tl.int64)
+    token, line = number // batch, number % batch
     lane, head = tl.arange(0, HALF), tl.arange(0, HEADS)
     angle = tl.load(ANGLES + token * 2 * half + lane, mask=lane < half, other=0.0)
     cos, sin = tl.cos(angle)[None, :], (tl.sin(angle) * sign)[None, :]
     inside = (head[:, None] < heads) & (lane[None, :] < half)
     x = X + token * stride_s + line * stride_b + head[:, None] * stride_h + lane[None, :]
-    y = Y + (place * heads + head[:, None]) * 2 * half + lane[None, :]
+    y = Y + (number * heads + head[:, None]) * 2 * half + lane[None, :]
     first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
     tl.store(y, (first * cos - second * sin).to(Y.dtype.element_ty), mask=inside)
@@ -219,8 +219,8 @@ def _turn(
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU, q being the logistic function of a: y = a q b, da = dy b q (1 + a (1 - q)), db = dy a
-    q."""
+    """SwiGLU y = a q b, where q is the logistic function of a: da = dy b q (1 + a (1 - q)), db = dy
+    a q."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -257,25 +257,26 @@ def _swiglu_forward(X, Y, size, columns, BLOCK: tl.constexpr):
 def _swiglu_backward(X, DY, DX, size, columns, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    place = at // columns * 2 * columns + at % columns
-    a = tl.load(X + place, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(X + place + columns, mask=inside, other=0.0).to(tl.float32)
+    index = at // columns * 2 * columns + at % columns
+    a = tl.load(X + index, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(X + index + columns, mask=inside, other=0.0).to(tl.float32)
     d_y = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
     q = tl.sigmoid(a)
-    tl.store(DX + place, (d_y * b * q * (1.0 + a * (1.0 - q))).to(DX.dtype.element_ty), mask=inside)
-    tl.store(DX + place + columns, (d_y * a * q).to(DX.dtype.element_ty), mask=inside)
+    tl.store(DX + index, (d_y * b * q * (1.0 + a * (1.0 - q))).to(DX.dtype.element_ty), mask=inside)
+    tl.store(DX + index + columns, (d_y * a * q).to(DX.dtype.element_ty), mask=inside)
 
 
-def _rows_at_once(columns: int) -> dict[str, int]:
-    wide = triton.next_power_of_2(columns)
-    return {"ROWS": max(1, _BLOCK // wide), "COLUMNS": wide}
+def _block_shape(columns: int) -> dict[str, int]:
+    """Rows and columns that a program processes in one step. Triton's blocks have powers of 2."""
+    padded = triton.next_power_of_2(columns)
+    return {"ROWS": max(1, _BLOCK // padded), "COLUMNS": padded}
 
 
-def _programs(device: torch.device) -> int:
+def _max_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _vector(like: Tensor, *shape: int) -> Tensor:
+def _float_tensor(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)

@@ -1,4 +1,4 @@
-"""Copies from the host to a device that do not wait for the work that the device has."""
+"""Copies from the host to a device that do not wait for the device's queued work."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from torch import Tensor
 
 
 def upload(values: np.ndarray, device: str | torch.device) -> Tensor:
-    """``values`` on ``device``, for what that is asked next; on a CPU they share memory.
+    """Copy ``values`` to ``device``, ordered before the device's next work; a CPU shares memory.
 
-    From pageable memory torch would wait until a GPU has done all that it was asked before, which
-    then has nothing to do while the next micro-batch is put together.
+    torch 2.13 copies from pageable memory only after the GPU has finished its queued work. The GPU
+    would then be idle while the next micro-batch is collated. So the copy goes through pinned
+    memory.
     """
-    found = torch.from_numpy(values)
-    return (
-        found.pin_memory().to(device, non_blocking=True)
-        if torch.device(device).type == "cuda"
-        else found
-    )
+    tensor = torch.from_numpy(values)
+    if torch.device(device).type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

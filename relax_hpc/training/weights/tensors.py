@@ -65,8 +65,8 @@ class InnerTensor:
     block: int
     first: int
     """First of its rows in the block."""
-    turned: bool
-    """Whether blocks lie turned around, [columns, rows]."""
+    transposed: bool
+    """Whether the blocks are [columns, rows]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class SafetensorsFile:
                 self._room(part, whole),
                 _array(record, part.offset, part.shape(whole), whole),
             )
-            strip = _STRIP if inside and inside.turned else len(given)
+            strip = _STRIP if inside and inside.transposed else len(given)
             for first in range(0, len(given), strip or 1):
                 room[first : first + strip] = given[first : first + strip]
 
@@ -228,7 +228,7 @@ class SafetensorsFile:
         array = self._whole(inside.holder)[inside.block] if inside else self._whole(part.name)
         if inside:
             rows = slice(inside.first, inside.first + whole.shape[0])
-            array = (array.T if inside.turned else array)[rows]
+            array = (array.T if inside.transposed else array)[rows]
         return array[(*[slice(None)] * part.axis, slice(part.start, part.stop))]
 
     def _whole(self, name: str) -> np.ndarray:

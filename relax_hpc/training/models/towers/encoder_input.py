@@ -1,4 +1,4 @@
-"""Tensors that towers take: the media of a rank's part of a pack."""
+"""Inputs of towers: the media of a rank's part of a pack."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ from relax_hpc.data.multimodal.rules import Rules
 
 @dataclass(frozen=True, slots=True)
 class TowerMedia:
-    """Media of one tower."""
+    """Media of one tower, and the tokens that get their embeddings."""
 
     values: Tensor
-    """Values of all media, one after the other; see `TowerInput`."""
+    """Concatenated values of all media; see `media.TowerInput`."""
     grids: Tensor
     """Grids of the media, [media, 3] int64, on the host."""
-    places: Tensor
-    """Tokens of this rank that get an embedding, [p] int64: their numbers among those that it has
-    of the pack."""
+    targets: Tensor
+    """Indices of the p tokens of this rank that get an embedding, [p] int64."""
     sources: Tensor
-    """Number of the embedding that each gets, [p] int64, among those of all ``values``."""
+    """Index of the embedding that each of these tokens gets, [p] int64."""
     rules: Rules
 
 
 MediaInputs = Mapping[str, TowerMedia]
-"""Media of a rank's part of a pack, by the names of towers; a tower that has none there is left
-out."""
+"""Media of a rank's part of a pack, by the names of towers. A tower without media has no entry."""
 
 
 @dataclass(slots=True, eq=False)
 class MediaPass:
-    """One forward pass of the media of a micro-batch."""
+    """One forward pass over the media of a micro-batch."""
 
     inputs: MediaInputs
     levels: Tensor | None = None
-    """Values to add to the results of the first layers, [layers, n, hidden], once the towers have
-    made them."""
-    added: TowerMedia | None = None
-    """Media whose tower has made the ``levels``."""
+    """Values that are added to the results of the first decoder layers, [layers, n, hidden]. None:
+    the towers have not computed them."""
+    level_media: TowerMedia | None = None
+    """Media whose tower computed the ``levels``."""

@@ -1,10 +1,10 @@
-"""Towers in front of a decoder: their embeddings in the places of media, and what they add to its
-first layers.
+"""Towers in front of a decoder. They put embeddings of media in place of tokens, and add values to
+the results of the decoder's first layers.
 
-A tower may be trained or frozen. Ranks of one stage that have other tokens of a pack (context and
-sequence parallel ranks) encode the media of their own tokens alone, so that the gradients of a
-tower are sums over them, as over data-parallel ranks. There is nothing that ranks do together: one
-without media goes on at once.
+A tower is trained or frozen. Ranks of one stage with different tokens of a pack (context and
+sequence parallel ranks) encode only the media of their own tokens. So the gradients of a tower are
+sums over these ranks, as over data-parallel ranks. Towers need no collective: a rank without media
+continues immediately.
 """
 
 from __future__ import annotations
@@ -28,113 +28,116 @@ class Towers(torch.nn.Module):
     def __init__(self, towers: Sequence[Tower], config: TransformerConfig) -> None:
         """``config``: the decoder's."""
         super().__init__()
-        self.about = {tower.name: tower for tower in towers}
+        self.specs = {tower.name: tower for tower in towers}
         for tower in towers:
-            module = tower.build()
+            module: Any = tower.build()
             for value in module.parameters():
                 # Buffers stay float32, as transformers leaves them.
                 value.data = value.data.to(config.params_dtype)
-                # By it megatron-core sums gradients over tensor-parallel ranks.
-                value.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-                value.repeated = not config.sequence_parallel  # type: ignore[attr-defined]
+                # megatron-core 0.16.1 sums gradients over tensor-parallel ranks if this is set.
+                value.sequence_parallel = config.sequence_parallel
+                value.repeated = not config.sequence_parallel
             if config.recompute_granularity == "full":
-                # Else transformers takes it for a language model, and warns that it has no
-                # embeddings of tokens.
+                # Without this name, transformers 5.12 treats the module as a language model and
+                # warns that it has no token embeddings.
                 module.main_input_name = "values"
                 module.gradient_checkpointing_enable({"use_reentrant": False})
             self.add_module(tower.name, module)
 
     def freeze(self, names: Collection[str]) -> None:
-        """Leave the weights of these towers as they are; before an optimizer is made."""
-        for name in self.about:
+        """Exclude these towers from training. Call it before the optimizer is built."""
+        for name in self.specs:
             getattr(self, name).requires_grad_(name not in names)
 
     def forward(self, embedded: Tensor, media: MediaPass | None) -> Tensor:
-        """Embeddings [t, 1, h] of this rank's tokens -> the same with media in their places."""
-        given = media.inputs if media else {}
-        for name, tower in self.about.items():
+        """Put media in place of the embeddings [t, 1, h] of this rank's tokens."""
+        for name, tower in self.specs.items():
             module = getattr(self, name)
-            if name in given:
-                embedded = self._placed(embedded, tower, module, media, given[name])
+            if media is not None and name in media.inputs:
+                embedded = self._insert(embedded, tower, module, media, media.inputs[name])
             elif torch.is_grad_enabled():
-                embedded = _Unused.apply(
-                    embedded, *(one for one in module.parameters() if one.requires_grad)
-                )
+                trained = [value for value in module.parameters() if value.requires_grad]
+                embedded = _ZeroGradients.apply(embedded, *trained)
         return embedded
 
-    def _placed(
+    def _insert(
         self,
         embedded: Tensor,
         tower: Tower,
         module: torch.nn.Module,
         media: MediaPass,
-        given: TowerMedia,
+        inputs: TowerMedia,
     ) -> Tensor:
+        """Encode ``inputs``, and insert the results into ``embedded``."""
         trains = torch.is_grad_enabled() and next(module.parameters()).requires_grad
         with torch.set_grad_enabled(trains):
-            found = tower.encode(module, given).to(embedded.dtype)
-        if tower.levels:
-            media.levels, media.added = found[1:].detach().requires_grad_(trains), given
-        return _Placed.apply(embedded, found, given, media if tower.levels else None)
+            encoded = tower.encode(module, inputs).to(embedded.dtype)
+        if not tower.levels:
+            return _Insertion.apply(embedded, encoded, inputs, None)
+        media.levels = encoded[1:].detach().requires_grad_(trains)
+        media.level_media = inputs
+        return _Insertion.apply(embedded, encoded, inputs, media)
 
-    def feed(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Have the first of the decoder's ``layers`` add to their results what towers have for
-        them."""
-        levels = max(tower.levels for tower in self.about.values())
+    def register_levels(self, layers: Sequence[torch.nn.Module]) -> None:
+        """Make the first of the decoder's ``layers`` add the values that towers have for them."""
+        levels = max(tower.levels for tower in self.specs.values())
         for level, layer in enumerate(layers[:levels]):
-            layer.register_forward_hook(_Level(level), with_kwargs=True)
+            layer.register_forward_hook(_AddLevel(level), with_kwargs=True)
 
 
-class _Level:
-    """Sum of a layer's result and what a tower has for it, whichever pass it is of."""
+class _AddLevel:
+    """Forward hook that adds a tower's values to the result of one layer, in any pass."""
 
     def __init__(self, level: int) -> None:
         self.level = level
 
     def __call__(
-        self, _: Any, __: Any, given: Mapping[str, Any], result: tuple[Tensor, Any]
+        self, _: Any, __: Any, kwargs: Mapping[str, Any], result: tuple[Tensor, Any]
     ) -> Any:
-        media = given["packed_seq_params"].media
-        if media is None or media.levels is None:
+        media: MediaPass | None = kwargs["packed_seq_params"].media
+        if media is None or media.levels is None or media.level_media is None:
             return None
-        hidden, *rest = result
-        values = media.levels[self.level].index_select(0, media.added.sources)
-        return (hidden.index_add(0, media.added.places, values[:, None]), *rest)
+        hidden, *others = result
+        values = media.levels[self.level].index_select(0, media.level_media.sources)
+        return (hidden.index_add(0, media.level_media.targets, values[:, None]), *others)
 
 
-class _Placed(torch.autograd.Function):
-    """Embeddings with those of a tower in the places of its media.
+class _Insertion(torch.autograd.Function):
+    """Embeddings with those of a tower in place of the tokens of its media.
 
-    The gradient of what a tower gives to layers comes from these. Each may be computed again, in a
-    backward pass of its own, which must end at the tower's results: the tower's comes once, and
-    last, with the gradient of the embeddings.
+    The levels get their gradient separately. A decoder layer may be recomputed in its own backward
+    pass, which must end at the tower's results. The tower's backward pass comes once, at the end,
+    with the gradient of the embeddings and of the levels.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, embedded: Tensor, found: Tensor, given: TowerMedia, media: MediaPass | None
+        ctx: Any, embedded: Tensor, encoded: Tensor, inputs: TowerMedia, media: MediaPass | None
     ) -> Tensor:
-        # Levels that were arguments would wait for the backward pass below before they had a
-        # gradient.
-        ctx.given, ctx.levels, ctx.shape = given, media.levels if media else None, found.shape
-        return embedded.index_copy(
-            0, given.places, found[0].index_select(0, given.sources)[:, None]
-        )
+        # The levels are no arguments of this function: autograd would wait for the backward pass
+        # below before it gave them a gradient.
+        ctx.inputs, ctx.levels = inputs, media.levels if media else None
+        ctx.shape = encoded.shape
+        values = encoded[0].index_select(0, inputs.sources)
+        return embedded.index_copy(0, inputs.targets, values[:, None])
 
     @staticmethod
-    def backward(ctx: Any, d_placed: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        given, levels, d_found = ctx.given, ctx.levels, None
+    def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        inputs, levels, d_encoded = ctx.inputs, ctx.levels, None
         if ctx.needs_input_grad[1]:
-            d_found = d_placed.new_zeros(ctx.shape)
-            d_found[0].index_add_(0, given.sources, d_placed.index_select(0, given.places)[:, 0])
+            d_encoded = d_result.new_zeros(ctx.shape)
+            d_inserted = d_result.index_select(0, inputs.targets)[:, 0]
+            d_encoded[0].index_add_(0, inputs.sources, d_inserted)
             if levels is not None:
-                d_found[1:] = levels.grad
-        return d_placed.index_fill(0, given.places, 0.0), d_found, None, None
+                d_encoded[1:] = levels.grad
+        return d_result.index_fill(0, inputs.targets, 0.0), d_encoded, None, None
 
 
-class _Unused(torch.autograd.Function):
-    """Embeddings as they are, and gradients of 0 for a tower that nothing stands for: sums over
-    ranks begin when each parameter has had a gradient."""
+class _ZeroGradients(torch.autograd.Function):
+    """Identity of embeddings, with zero gradients for a tower without media.
+
+    megatron-core's sums over ranks begin only after every parameter had a gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, embedded: Tensor, *parameters: Tensor) -> Tensor:
@@ -143,4 +146,5 @@ class _Unused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_embedded: Tensor) -> tuple[Tensor, ...]:
-        return d_embedded, *(one.new_zeros(()).expand_as(one) for one in ctx.parameters)
+        zeros = [value.new_zeros(()).expand_as(value) for value in ctx.parameters]
+        return d_embedded, *zeros

@@ -1,4 +1,4 @@
-"""Media of a pack, as towers take them: each distinct one once, and where its embeddings go."""
+"""Media of a pack: each distinct medium once, and the tokens that get its embeddings."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from relax_hpc.training.models.towers.vision import VisionTower
 from relax_hpc.training.models.upload import upload
 
 Row = Mapping[str, Any]
-_TOWERS = {kind: tower.name for tower in (VisionTower, AudioTower) for kind in tower.kinds}
+_TOWERS = {
+    **dict.fromkeys(VisionTower.kinds, VisionTower.name),
+    **dict.fromkeys(AudioTower.kinds, AudioTower.name),
+}
 """Names of towers by the kinds of media."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerInput:
-    """One medium as its tower takes it."""
+    """One medium in the form that its tower takes."""
 
     kind: Kind
     values: np.ndarray
     """See `multimodal.features.raw_features`."""
     grid: Grid
     tokens: int
-    """Tokens in whose places its embeddings come."""
+    """Tokens that its embeddings replace."""
 
     @classmethod
     def from_medium(cls, medium: Medium, rules: Rules) -> Self:
@@ -44,90 +47,94 @@ class TowerInput:
 
 @dataclass(frozen=True, slots=True)
 class RowMedia:
-    """Media that rows at hand name in their `spans`."""
+    """Media that some rows name in their `spans`."""
 
     inputs: Mapping[str, TowerInput]
     """Media by their ids."""
     positions: Callable[[Row], np.ndarray]
-    """Position ids (time, height, width) of a row with media, [3, tokens]."""
+    """Function that computes the position ids (time, height, width) of a row, [3, tokens]."""
     rules: Rules
 
     @classmethod
     def from_media(cls, media: Mapping[str, Medium], rules: Rules) -> Self:
-        """Build from stored media by their ids. Not in the thread that trains: values of a large
-        image take a while."""
+        """Build from stored media by their ids.
 
-        def of_row(row: Row) -> np.ndarray:
+        Do not call it in the training thread: the values of a large image take long.
+        """
+
+        def row_positions(row: Row) -> np.ndarray:
             return positions(len(row["token_ids"]), row["spans"], media, rules)
 
-        return cls(
-            {name: TowerInput.from_medium(medium, rules) for name, medium in media.items()},
-            of_row,
-            rules,
-        )
+        inputs = {name: TowerInput.from_medium(medium, rules) for name, medium in media.items()}
+        return cls(inputs, row_positions, rules)
 
 
 def media_inputs(
     rows: Sequence[Row],
     media: RowMedia,
-    places: PackLayout,
+    layout: PackLayout,
     split: PackSplit,
     device: str | torch.device,
 ) -> MediaInputs:
-    """Media that tokens of this rank stand for, out of ``rows`` that lie in ``places``.
+    """Media behind this rank's tokens, out of ``rows`` in ``layout``.
 
-    Spans of a medium take its tokens one after the other, and begin again when all are taken.
-    BadMedium: spans that media do not fit.
+    Spans of a medium take its tokens in order, and start again after its last token. BadMedium: the
+    spans do not fit their media.
     """
-    mine = np.full(places.total, -1, np.int64)
-    kept = split.embedded_indices(places)
-    mine[kept] = np.arange(len(kept))
-    found: dict[str, _Gathered] = {}
-    for start, row in zip(places.starts, rows, strict=False):
+    # For each token of the pack: its index among the tokens that this rank embeds, or -1.
+    local = np.full(layout.total, -1, np.int64)
+    embedded = split.embedded_indices(layout)
+    local[embedded] = np.arange(len(embedded))
+    collected: dict[str, _CollectedMedia] = {}
+    for start, row in zip(layout.starts, rows, strict=False):
         taken: dict[str, int] = {}
         for span in row.get("spans") or ():
             name, length = span["media_id"], span["length"]
-            one, first = media.inputs[name], taken.get(name, 0)
-            if first + length > one.tokens:
-                at = f"a span of {length} tokens at {span['start']}"
-                raise BadMedium(Reason.SPANS, f"{at}: its {one.kind} has {one.tokens} tokens")
-            taken[name] = (first + length) % one.tokens
-            at = mine[start + span["start"] :][:length]
-            if (at >= 0).any():
-                found.setdefault(_TOWERS[one.kind], _Gathered()).add(name, one, at, first)
+            medium, first = media.inputs[name], taken.get(name, 0)
+            if first + length > medium.tokens:
+                where = f"a span of {length} tokens at {span['start']}"
+                limit = f"its {medium.kind} has {medium.tokens} tokens"
+                raise BadMedium(Reason.SPANS, f"{where}: {limit}")
+            taken[name] = (first + length) % medium.tokens
+            targets = local[start + span["start"] :][:length]
+            if (targets >= 0).any():
+                tower = collected.setdefault(_TOWERS[medium.kind], _CollectedMedia())
+                tower.add_span(name, medium, targets, first)
         if any(taken.values()):
-            raise BadMedium(Reason.SPANS, "spans that leave tokens of a medium over")
-    return {name: gathered.media(media.rules, device) for name, gathered in found.items()}
+            raise BadMedium(Reason.SPANS, "the spans do not use all tokens of a medium")
+    return {name: tower.concat(media.rules, device) for name, tower in collected.items()}
 
 
 @dataclass(slots=True)
-class _Gathered:
-    """Media of a tower while they are gathered."""
+class _CollectedMedia:
+    """Media of one tower while `media_inputs` collects them."""
 
     inputs: list[TowerInput] = field(default_factory=list)
-    begins: dict[str, int] = field(default_factory=dict)
-    """Number of the first embedding of each medium."""
+    first_sources: dict[str, int] = field(default_factory=dict)
+    """Index of the first embedding of each medium."""
     tokens: int = 0
-    places: list[np.ndarray] = field(default_factory=list)
+    targets: list[np.ndarray] = field(default_factory=list)
     sources: list[np.ndarray] = field(default_factory=list)
 
-    def add(self, name: str, one: TowerInput, at: np.ndarray, first: int) -> None:
-        """Add a span that stands for the tokens of a medium from ``first`` on; ``at``: its places,
-        -1 where another rank has them."""
-        if name not in self.begins:
-            self.begins[name] = self.tokens
-            self.inputs.append(one)
-            self.tokens += one.tokens
-        here = np.flatnonzero(at >= 0)
-        self.places.append(at[here])
-        self.sources.append(self.begins[name] + first + here)
+    def add_span(self, name: str, medium: TowerInput, targets: np.ndarray, first: int) -> None:
+        """Add a span that stands for the tokens of a medium from ``first`` on.
 
-    def media(self, rules: Rules, device: str | torch.device) -> TowerMedia:
-        """Put them together."""
+        ``targets``: indices of its tokens in this rank, -1 for tokens of other ranks.
+        """
+        if name not in self.first_sources:
+            self.first_sources[name] = self.tokens
+            self.inputs.append(medium)
+            self.tokens += medium.tokens
+        local = np.flatnonzero(targets >= 0)
+        self.targets.append(targets[local])
+        self.sources.append(self.first_sources[name] + first + local)
+
+    def concat(self, rules: Rules, device: str | torch.device) -> TowerMedia:
+        """Concatenate the collected media on ``device``."""
         return TowerMedia(
-            upload(np.concatenate([one.values for one in self.inputs]), device),
-            torch.tensor([one.grid for one in self.inputs], dtype=torch.int64),
-            upload(np.concatenate(self.places), device),
+            upload(np.concatenate([medium.values for medium in self.inputs]), device),
+            torch.tensor([medium.grid for medium in self.inputs], dtype=torch.int64),
+            upload(np.concatenate(self.targets), device),
             upload(np.concatenate(self.sources), device),
             rules,
         )

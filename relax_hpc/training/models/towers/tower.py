@@ -1,4 +1,4 @@
-"""A tower as a model has it: its sizes, the names of its parameters, and how it is built."""
+"""Description of a tower: its sizes, the names of its parameters, and its construction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:
-    """Number of elements that a tower keeps for the backward pass, counted tensor by tensor in
+    """Number of elements that a tower stores for the backward pass, counted tensor by tensor in
     transformers 5.12.1."""
 
     rows: float
@@ -31,38 +31,39 @@ class TowerSizes:
     width: int
     """Width of a row between layers."""
     block: int
-    """Elements of a row that a layer keeps."""
+    """Elements that a layer stores for each row."""
     ends: float
-    """Elements of a token that what is before and behind the layers keeps."""
+    """Elements that the modules before and after the layers store for each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tower(abc.ABC):
-    """Tower of one kind. Every rank of the first pipeline stage has all of it."""
+    """Encoder of one or more kinds of media. Every rank of the first pipeline stage has all of
+    it."""
 
     name: ClassVar[str]
-    """Name of its module, and of what it takes in `MediaInputs`."""
+    """Name of its module, and of its inputs in `MediaInputs`."""
     kinds: ClassVar[tuple[Kind, ...]]
     """Kinds of media that it encodes."""
     built_by: ClassVar[tuple[str, str]]
     """Model of transformers, and the name of the class there that computes it."""
-    place: str
+    prefix: str
     """Beginning of the names of its tensors in Hugging Face files."""
     out: int
-    """Width of what it gives: the decoder's."""
+    """Width of its results: the decoder's hidden size."""
     depth: int
     """Layers of attention."""
 
     @property
     def levels(self) -> int:
-        """Layers of the decoder, from the first on, that get something of it beside the embeddings
+        """Number of first decoder layers to whose results it adds values, besides the embeddings
         (DeepStack, arXiv 2406.04334)."""
         return 0
 
     @property
     @abc.abstractmethod
     def sizes(self) -> TowerSizes:
-        """Sizes of what it keeps for the backward pass."""
+        """Sizes of the tensors that it stores for the backward pass."""
 
     @abc.abstractmethod
     def multiply_adds(self, grid: Grid) -> int:
@@ -71,7 +72,7 @@ class Tower(abc.ABC):
 
     @abc.abstractmethod
     def shapes(self) -> Shapes:
-        """Names and shapes of its parameters, as its module has them."""
+        """Names and shapes of the parameters of its module."""
 
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
@@ -83,22 +84,21 @@ class Tower(abc.ABC):
 
         install_transformers_hook()
         model, name = self.built_by
-        kind = getattr(
-            importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name
-        )
-        return kind(kind.config_class(**self.config(), attn_implementation="sdpa"))
+        modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+        module_class = getattr(modeling, name)
+        config = module_class.config_class(**self.config(), attn_implementation="sdpa")
+        return module_class(config)
 
     @abc.abstractmethod
     def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:
-        """Embeddings of ``media`` and what is added to each of the first layers' results, [1 +
-        levels, n, out]."""
+        """Embeddings of ``media``, and the values to add to the result of each of the first decoder
+        layers: [1 + levels, n, out]."""
 
     def entries(self) -> Iterator[FusedParameter]:
-        """Parameters of it, which no rank cuts."""
+        """Its parameters, which tensor parallelism does not split."""
         for name, shape in self.shapes():
-            yield FusedParameter(
-                f"towers.{self.name}.{name}", (Piece(f"{self.place}{name}", shape),)
-            )
+            piece = Piece(f"{self.prefix}{name}", shape)
+            yield FusedParameter(f"towers.{self.name}.{name}", (piece,))
 
 
 def linear(name: str, rows: int, columns: int) -> Shapes:

@@ -1,5 +1,4 @@
-"""The vision tower of Qwen3-VL and of what came after it: one for images and videos. arXiv
-2511.21631."""
+"""Vision tower of Qwen3-VL and later models, for images and videos. arXiv 2511.21631."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 
 _LEVELS = Rule(
     "a list of numbers of the tower's layers",
-    lambda found: isinstance(found, list) and all(map(TOKEN.fits, found)),
+    lambda value: isinstance(value, list) and all(map(TOKEN.fits, value)),
 )
-_SIZES = {
+_FIELDS = {
     "depth": "depth",
     "hidden_size": "width",
     "intermediate_size": "inner",
@@ -46,22 +45,23 @@ _SIZES = {
     "out_hidden_size": "out",
     "num_position_embeddings": "learned",
 }
-"""Keys of `vision_config` -> fields."""
+"""Keys of `vision_config` -> fields of `VisionTower`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTower(Tower):
-    """Vision tower, as one `vision_config` describes it."""
+    """Vision tower that one `vision_config` describes."""
 
     name = "visual"
     kinds = (Kind.IMAGE, Kind.VIDEO)
     built_by = "qwen3_vl", "Qwen3VLVisionModel"
-    own_rules: ClassVar[Mapping[str, Rule]] = {}
-    """Rules for keys that `vision_config` has beside the usual ones."""
+    extra_rules: ClassVar[Mapping[str, Rule]] = {}
+    """Rules for further keys of `vision_config`."""
     mergers: ClassVar[str] = "deepstack_merger_list"
-    """Name of the layers that make tokens of patches for layers of the decoder."""
-    merger_parts: ClassVar[tuple[str, str, str]] = ("norm", "linear_fc1", "linear_fc2")
-    """Names of the parts of a layer that makes tokens of patches."""
+    """Name of the mergers whose tokens go to layers of the decoder. A merger makes tokens of
+    patches."""
+    merger_modules: ClassVar[tuple[str, str, str]] = ("norm", "linear_fc1", "linear_fc2")
+    """Names of the modules of a merger."""
 
     width: int
     inner: int
@@ -69,41 +69,41 @@ class VisionTower(Tower):
     heads: int
     channels: int
     patch: int
-    """Pixels of a side of a patch."""
+    """Side of a patch in pixels."""
     merge: int
-    """Patches of a side of the square that becomes one token."""
+    """Side, in patches, of the square that becomes one token."""
     temporal: int
     """Frames of a patch."""
     learned: int
-    """Learned positions, those of a square."""
+    """Number of learned positions, which form a square."""
     deep: tuple[int, ...]
-    """Layers whose results go to layers of the decoder, the first one's to the first."""
+    """Layers whose results go to the first layers of the decoder, in this order."""
     activation: str
 
     @classmethod
     def section(cls, kinds: Sequence[str]) -> Section:
-        """Rules for `vision_config`, whose `model_type` is one of ``kinds``."""
+        """Rules for a `vision_config` whose `model_type` is one of ``kinds``."""
         rules = {
             **ANYWHERE,
-            **dict.fromkeys(_SIZES, SIZE),
+            **dict.fromkeys(_FIELDS, SIZE),
             "depth": LAYERS,
             "model_type": one_of(*kinds),
             "deepstack_visual_indexes": _LEVELS,
             "hidden_act": one_of("gelu_pytorch_tanh"),
             "initializer_range": NUMBER,
-            **cls.own_rules,
+            **cls.extra_rules,
         }
-        return Section(rules, (*_SIZES, "deepstack_visual_indexes"))
+        return Section(rules, (*_FIELDS, "deepstack_visual_indexes"))
 
     @classmethod
-    def from_config(cls, known: Mapping[str, Any], place: str) -> Self:
-        """Build from the content of `vision_config`."""
-        sizes = {name: known[key] for key, name in _SIZES.items()}
-        deep, activation = (
-            tuple(known["deepstack_visual_indexes"]),
-            known.get("hidden_act", "gelu_pytorch_tanh"),
+    def from_config(cls, config: Mapping[str, Any], prefix: str) -> Self:
+        """Build from the content of `vision_config`. ``prefix``: see `Tower`."""
+        return cls(
+            prefix=prefix,
+            deep=tuple(config["deepstack_visual_indexes"]),
+            activation=config.get("hidden_act", "gelu_pytorch_tanh"),
+            **{name: config[key] for key, name in _FIELDS.items()},
         )
-        return cls(place=place, deep=deep, activation=activation, **sizes)
 
     @property
     def levels(self) -> int:
@@ -113,24 +113,23 @@ class VisionTower(Tower):
     @property
     def sizes(self) -> TowerSizes:
         """See `Tower.sizes`."""
-        # Two inputs of norms and what they give, queries, keys and values, two of them rotated, the
-        # results of frames and of all together; of the feed-forward layer what comes before and
-        # after the activation.
+        # Stored per row: inputs and outputs of two norms; queries, keys and values; rotated queries
+        # and keys; attention's results by frame and together. In the feed-forward layer: the values
+        # before and after the activation.
         block = 11 * self.width + 2 * self.inner
         values = self.channels * self.temporal * self.patch**2
         ends = self.merge**2 * values + (4 + 3 * self.levels) * self.merged
         return TowerSizes(self.merge**2, self.width, block, ends)
 
     def multiply_adds(self, grid: Grid) -> int:
-        """See `Tower.multiply_adds`; patches attend to those of the same time."""
+        """See `Tower.multiply_adds`. Patches attend to patches of the same time."""
         time, frame = grid[0], grid[1] * grid[2]
         values = self.channels * self.temporal * self.patch**2
         layer = 4 * self.width**2 + 2 * self.width * self.inner + 2 * frame * self.width
-        mergers = (1 + self.levels) * (self.merged**2 + self.merged * self.out)
-        return (
-            time * frame * (values * self.width + self.depth * layer)
-            + time * frame // self.merge**2 * mergers
-        )
+        patches = time * frame * (values * self.width + self.depth * layer)
+        merger = self.merged**2 + self.merged * self.out
+        tokens = time * frame // self.merge**2
+        return patches + tokens * (1 + self.levels) * merger
 
     def shapes(self) -> Shapes:
         """See `Tower.shapes`."""
@@ -146,43 +145,45 @@ class VisionTower(Tower):
         for level in range(self.levels):
             yield from self._merger(f"{self.mergers}.{level}.", self.merged)
 
-    def _block(self, place: str) -> Shapes:
-        yield from layer_norm(f"{place}norm1", self.width)
-        yield from layer_norm(f"{place}norm2", self.width)
-        yield from linear(f"{place}attn.qkv", 3 * self.width, self.width)
-        yield from linear(f"{place}attn.proj", self.width, self.width)
-        yield from linear(f"{place}mlp.linear_fc1", self.inner, self.width)
-        yield from linear(f"{place}mlp.linear_fc2", self.width, self.inner)
+    def _block(self, prefix: str) -> Shapes:
+        yield from layer_norm(f"{prefix}norm1", self.width)
+        yield from layer_norm(f"{prefix}norm2", self.width)
+        yield from linear(f"{prefix}attn.qkv", 3 * self.width, self.width)
+        yield from linear(f"{prefix}attn.proj", self.width, self.width)
+        yield from linear(f"{prefix}mlp.linear_fc1", self.inner, self.width)
+        yield from linear(f"{prefix}mlp.linear_fc2", self.width, self.inner)
 
     @property
     def merged(self) -> int:
-        """Width of the patches of a token together."""
+        """Width of the concatenated patches of a token."""
         return self.width * self.merge**2
 
-    def _merger(self, place: str, normed: int) -> Shapes:
-        """Parameters of a layer that makes tokens of patches; ``normed``: the width of its norm."""
-        norm, first, second = self.merger_parts
-        yield from layer_norm(f"{place}{norm}", normed)
-        yield from linear(f"{place}{first}", self.merged, self.merged)
-        yield from linear(f"{place}{second}", self.out, self.merged)
+    def _merger(self, prefix: str, norm_width: int) -> Shapes:
+        """Parameters of a merger."""
+        norm, first, second = self.merger_modules
+        yield from layer_norm(f"{prefix}{norm}", norm_width)
+        yield from linear(f"{prefix}{first}", self.merged, self.merged)
+        yield from linear(f"{prefix}{second}", self.out, self.merged)
 
     def config(self) -> dict[str, Any]:
         """See `Tower.config`."""
-        sizes = {key: getattr(self, name) for key, name in _SIZES.items()}
+        sizes = {key: getattr(self, name) for key, name in _FIELDS.items()}
         return sizes | {"deepstack_visual_indexes": list(self.deep), "hidden_act": self.activation}
 
     def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:
         """See `Tower.encode`; the values of ``media`` are pixels, uint8 [patches, values]."""
         import torch
 
-        found = module(
-            normalised(media.values, media.rules), grid_thw=media.grids, **self._placed(media)
-        )
-        return torch.stack([found.pooler_output, *found.deepstack_features])
+        pixels = normalize_pixels(media.values, media.rules)
+        result = module(pixels, grid_thw=media.grids, **self._grid_inputs(media))
+        return torch.stack([result.pooler_output, *result.deepstack_features])
 
-    def _placed(self, media: TowerMedia) -> dict[str, Tensor]:
-        """Tensors that follow from the grids alone. Worked out on the host: transformers' way would
-        wait for a GPU in every layer."""
+    def _grid_inputs(self, media: TowerMedia) -> dict[str, Tensor]:
+        """Arguments of the module that depend on the grids only.
+
+        transformers 5.12 would compute them in the forward pass, and synchronize with the GPU in
+        every layer. So the host computes them here.
+        """
         from transformers import vision_utils
 
         from relax_hpc.training.models.upload import upload
@@ -196,23 +197,24 @@ class VisionTower(Tower):
             "bilinear_indices": upload(corners.numpy(), device),
             "bilinear_weights": upload(weights.numpy(), device),
             "position_ids": upload(positions.numpy(), device),
-            # Of which the host alone makes use.
+            # Stays on the host, because only the host reads it.
             "cu_seqlens": vision_utils.get_vision_cu_seqlens(media.grids),
         }
 
 
-def normalised(pixels: Tensor, rules: Rules) -> Tensor:
-    """uint8 ``pixels`` [patches, values] as float32, bit for bit what `multimodal.features.patches`
-    makes of them."""
+def normalize_pixels(pixels: Tensor, rules: Rules) -> Tensor:
+    """Normalize uint8 ``pixels`` [patches, values] to float32.
+
+    The result equals that of `multimodal.features.patches` bit for bit.
+    """
     import torch
 
     from relax_hpc.training.models.upload import upload
 
     full = np.float32(255)
     mean, std = (
-        upload(np.array(each, np.float32)[:, None] * full, pixels.device)
-        for each in (rules.mean, rules.std)
+        upload(np.array(values, np.float32)[:, None] * full, pixels.device)
+        for values in (rules.mean, rules.std)
     )
-    return (
-        pixels.unflatten(1, (len(rules.mean), -1)).to(torch.float32).sub_(mean).div_(std).flatten(1)
-    )
+    by_channel = pixels.unflatten(1, (len(rules.mean), -1)).to(torch.float32)
+    return by_channel.sub_(mean).div_(std).flatten(1)
