@@ -140,9 +140,9 @@ def test_a_node_with_too_little_memory_is_named_with_the_setting_that_wants_it(
         "allocate_host_tensors",
         lambda _, *about: allocate_host_tensors([huge], *about),
     )
-    too_little = r"weights old: \d+ bytes of host memory .*group of its own"
+    too_little = r"weights old: \d+ bytes of host memory .*separate group"
     with pytest.raises(ConfigError, match=r"actor\.forward: .*" + too_little):
-        swap_weights.SwappedWeights(ours.model.module).keep("old")
+        swap_weights.SwappedWeights(ours.model.module).store("old")
     monkeypatch.setattr(
         offload,
         "allocate_host_tensors",

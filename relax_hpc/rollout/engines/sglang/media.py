@@ -24,7 +24,7 @@ from relax_hpc.data.multimodal.positions import positions
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.rollout.engines.sglang.import_patches import patch_on_import
-from relax_hpc.training.models.towers.audio import encoded
+from relax_hpc.training.models.towers.audio import encode_by_length
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,7 +93,7 @@ def _set_deepstack_levels(module: ModuleType) -> None:
 
 def _encode_sounds_separately(module: ModuleType) -> None:
     # SGLang 0.5.21 concatenates the padded sounds of several requests, and the server exits if they
-    # are padded to different lengths. See also `towers.audio.encoded` for the batches.
+    # are padded to different lengths. See also `towers.audio.encode_by_length` for the batches.
     model = module.Qwen3OmniMoeThinkerForConditionalGeneration
 
     def get_audio_feature(self: Any, items: Sequence[Any]) -> torch.Tensor:
@@ -115,7 +115,7 @@ def _encode_sounds_separately(module: ModuleType) -> None:
             )
             return tower(frames, feature_lens=feature_lens).last_hidden_state.flatten(0, -2)
 
-        return encoded(lengths, 2 * tower.n_window, encode)
+        return encode_by_length(lengths, 2 * tower.n_window, encode)
 
     model.get_audio_feature = get_audio_feature
 
