@@ -114,13 +114,13 @@ def test_memory_of_the_host_is_as_large_as_what_it_is_for_and_pinned_in_one_piec
         torch.ones(130, dtype=torch.bfloat16),
         torch.tensor(1.0),
     ]
-    found = allocate_host_tensors(like, pinned=True, what="test")
+    found = allocate_host_tensors(like, pinned=True, purpose="test")
     assert pinned == [(found[0].data_ptr(), 64 + 320 + 64)]
     assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in like]
     for number, one in enumerate(found):
         one.fill_(number)
     assert [set(one.flatten().tolist()) for one in found] == [{0.0}, set(), {2.0}, {3.0}]
-    wide = allocate_host_tensors(like, pinned=False, what="test", dtype=torch.float32)
+    wide = allocate_host_tensors(like, pinned=False, purpose="test", dtype=torch.float32)
     assert (
         {one.dtype for one in wide} == {torch.float32}
         and not any(one.any() for one in wide)
