@@ -218,7 +218,7 @@ def test_ppo_brings_a_critic_that_scores_and_trains(tmp_path: Path) -> None:
     [
         (
             {"groups.critic": None},
-            "algorithm.name: found ppo, which needs field values of role critic, which is",
+            "algorithm.name: found ppo, which needs field values, but its role critic is in no group",
         ),
         (
             {"algorithm.name": "grpo", "groups.critic": {"roles": ["critic"]}},

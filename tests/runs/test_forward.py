@@ -61,7 +61,7 @@ class Queue:
     def submit_claim(self, task: str, budget: int) -> Future:
         return done(next(self.claims))
 
-    def give_back(self, claim: Claim) -> None:
+    def return_claim(self, claim: Claim) -> None:
         self.given_back.append(claim.lease)
 
     def put(self, rows, fields, claim) -> None:
