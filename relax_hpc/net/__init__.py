@@ -1,1 +1,1 @@
-"""Planes between processes, the rendezvous of ranks and groups, and worker processes."""
+"""Transport planes between processes, the rendezvous of ranks and groups, and worker processes."""

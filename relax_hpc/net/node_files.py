@@ -1,5 +1,7 @@
-"""Copies on a node's own disk of what every process of that node reads: made once, by whoever comes
-first."""
+"""Copies on a node's own disk of files that every process of the node reads.
+
+The first process that needs a copy makes it.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from relax_hpc.base.model_sizes import read_seconds
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
 
-_LOOK_S = 0.2
+_CHECK_S = 0.2
 
 
 def model_directory(run: RunDir, config: Config) -> Path:
-    """Directory of the run's first weights and tokenizer for this process: the run's, or a copy on
-    this node."""
+    """Directory with the run's first weights and tokenizer: the run's own, or a copy on this
+    node."""
     if "model" not in config.site.stage:
         return run.model
     name = hashlib.sha256(f"{run.root}:{run.model.resolve()}".encode()).hexdigest()[:16]
@@ -35,12 +37,11 @@ def model_directory(run: RunDir, config: Config) -> Path:
 
 
 def restart_in_local_environment(config: Config, module: str, arguments: list[str]) -> None:
-    """Replace this process by the same ``module`` run from a copy on this node, where the site
-    stages the environment.
+    """Replace this process by ``module`` from a copy of the Python environment on this node.
 
-    The copy is of the folder of this interpreter's virtual or conda environment, by its path and
-    last change. The process keeps its id and all that it has inherited. Returns if that is not
-    asked for, or has been done.
+    The copy is of the folder of this interpreter's virtual or conda environment, named by its path
+    and its last change. The process keeps its pid and everything that it has inherited. The
+    function returns if `site.stage` has no environment, or if this process already runs a copy.
     """
     source = Path(sys.prefix)
     if "environment" not in config.site.stage or source.parent == local_folder():
@@ -54,15 +55,16 @@ def restart_in_local_environment(config: Config, module: str, arguments: list[st
 
 
 def copy_once(source: Path, target: Path, patience_s: float, symlinks: bool = False) -> Path:
-    """``target``, a copy of folder ``source`` that appears whole; others wait while one process of
-    the node copies.
+    """Copy folder ``source`` to ``target``, which appears complete. Returns ``target``.
 
-    A copier that died is replaced by the next one. ``symlinks``: kept, else what they point at is
-    copied. DeadlineError after ``patience_s`` seconds.
+    One process of the node copies, and the others wait. If it dies, another one copies.
+    ``symlinks``: copy links as links, else their targets. DeadlineError: there is no copy after
+    ``patience_s`` seconds.
     """
     deadline = time.monotonic() + patience_s
+    claim = target.with_name(f".{target.name}.claim")
     while not target.exists():
-        if _take(claim := target.with_name(f".{target.name}.claim")):
+        if _take(claim):
             try:
                 _copy(source, target, symlinks)
             finally:
@@ -74,12 +76,13 @@ def copy_once(source: Path, target: Path, patience_s: float, symlinks: bool = Fa
         elif _abandoned(claim):
             claim.unlink(missing_ok=True)
         else:
-            time.sleep(_LOOK_S)
+            time.sleep(_CHECK_S)
     return target
 
 
 def _copy(source: Path, target: Path, symlinks: bool) -> None:
-    # Somebody may have finished it since we looked, or took our claim for a dead one's.
+    # Another process may have finished the copy since the check, or may have removed our claim
+    # because it took this process for dead.
     if target.exists():
         return
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
@@ -94,14 +97,14 @@ def _copy(source: Path, target: Path, symlinks: bool) -> None:
 
 
 def _abandoned(claim: Path) -> bool:
-    """Whether the process that was to copy has ended."""
+    """Whether the process that holds the claim has ended."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return not psutil.pid_exists(int(claim.read_text()))
     return False
 
 
 def _take(claim: Path) -> bool:
-    """Whether this process is the one to copy."""
+    """Create ``claim`` with the pid of this process. Returns whether it did not exist."""
     try:
         with os.fdopen(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""The processes of trackers as the hub sees them. Nothing here waits, except `close`."""
+"""Processes of trackers, which the hub starts and checks. Only `close` waits."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ class TrackerProcess:
         self._process.wait()
 
     def failure(self) -> dict[str, str]:
-        """Failure of the process, which has ended: {detail, location, traceback}; empty: it
-        finished."""
+        """Failure of the ended process: {detail, location, traceback}. Empty: it exited with 0."""
         code = self._process.returncode
         if code == 0:
             return {}
@@ -99,7 +98,7 @@ class TrackerProcesses:
             run: directory of the run.
             names: import paths.
             logs: folder of the logs of the hub.
-            on_failure: is told of each tracker that fails, once.
+            on_failure: is called once for each tracker that fails.
         """
         self._on_failure = on_failure
         self._running: list[TrackerProcess] = []
@@ -107,7 +106,7 @@ class TrackerProcesses:
             log = logs / f"tracker-{name.replace(':', '.')}.log"
             try:
                 self._running.append(TrackerProcess(run, name, log))
-            except OSError as error:  # no process or no file can be had
+            except OSError as error:  # the log or the process cannot be created
                 self._report(name, {"detail": f"cannot be started: {error}"})
 
     def report_failures(self) -> None:
@@ -117,7 +116,7 @@ class TrackerProcesses:
             self._report(tracker.name, tracker.failure())
 
     def close(self, limit_s: float) -> None:
-        """Let all trackers finish, within ``limit_s`` seconds together; then end the others."""
+        """Let all trackers finish within ``limit_s`` seconds, then kill the remaining ones."""
         deadline = time.monotonic() + limit_s
         for tracker in self._running:
             tracker.finish()
@@ -133,7 +132,8 @@ class TrackerProcesses:
     def _report(self, name: str, failure: dict[str, str]) -> None:
         if not failure:
             return
-        # Failures of one kind and place are reported once: the name keeps two trackers apart.
+        # Failures with the same reason and location are reported once. The name in the location
+        # distinguishes trackers.
         location = failure.get("location") or f"metrics.trackers: {name}"
         detail = f"{name}: {failure['detail']}; the run continues without it"
         self._on_failure("hub", REASON, detail, location, failure.get("traceback", ""))

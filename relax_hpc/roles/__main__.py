@@ -228,7 +228,7 @@ def work(args: argparse.Namespace) -> int:
     ignore_print_errors()
     install_stack_dump()
     stop = flag_stop_signals(
-        at_once=not (args.role == CONTROLLER or ROLES[args.role].finishes_first), led=args.led
+        raises=not (args.role == CONTROLLER or ROLES[args.role].finishes_first), is_led=args.led
     )
     run = RunDir(args.run_dir)
     code, reason, stopped, start_error = EXIT_DONE, "", False, ""

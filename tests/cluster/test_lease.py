@@ -218,7 +218,9 @@ def test_who_has_taken_it_and_does_not_beat_is_waited_for(tmp_path: Path) -> Non
     assert not Lease(run, "supervisor", LIMITS, "c").is_free(), (
         "it is given up, but not to this one"
     )
-    with pytest.raises(FencedError, match="another has taken supervisor incarnation 2"):
+    with pytest.raises(
+        FencedError, match="another process has just claimed supervisor incarnation 2"
+    ):
         claim_incarnation(run, "supervisor", former=1)
     assert looks(run, "c", 5.0)
 

@@ -171,7 +171,7 @@ STORM = """
 import sys
 from relax_hpc.net.rendezvous.process import flag_stop_signals
 
-stop = flag_stop_signals(at_once=False, led="led" in sys.argv)
+stop = flag_stop_signals(raises=False, is_led="led" in sys.argv)
 for line in sys.stdin:
     print("asked to stop" if stop.is_set() else "goes on", flush=True)
 """

@@ -198,7 +198,7 @@ def test_ranks_are_counted_by_slurms_name_of_their_node(tmp_path: Path) -> None:
         "import sys; from relax_hpc.config.schema import MpiConfig; from "
         "relax_hpc.net.rendezvous.world import join_world\n"
     )
-    script += "world = join('127.0.0.1', 3, MpiConfig(), 60.0)\n"
+    script += "world = join_world('127.0.0.1', 3, MpiConfig(), 60.0)\n"
     script += "open(f'{sys.argv[1]}/{world.rank}', 'w').write(str(world.local_rank))"
     words = [str(mpiexec()), "-verbose"]
     for node in ("n1", "n1", "n2"):
@@ -252,7 +252,9 @@ def test_an_mpi_that_fails_ends_in_one_line_that_names_the_setting(
         "RelaxError\n"
     )
     script += "from relax_hpc.net.rendezvous.world import join_world\n"
-    script += f"try: join('127.0.0.1', 2, MpiConfig(), {0.3 if error is DeadlineError else 60.0})\n"
+    script += (
+        f"try: join_world('127.0.0.1', 2, MpiConfig(), {0.3 if error is DeadlineError else 60.0})\n"
+    )
     script += "except RelaxError as error: print(type(error).__name__, error)"
     paths = [str(tmp_path)] * bool(library) + [str(Path(__file__).parents[2])]
     done = subprocess.run(

@@ -287,7 +287,7 @@ def test_processes_that_are_started_later_do_without_what_is_set_for_nixl():
         "import os; before = dict(os.environ); from relax_hpc.net.transport.rdma_agent import "
         "NixlAgent; "
     )
-    code += "agent = Agent('one'); assert dict(os.environ) == before; print('well')"
+    code += "agent = NixlAgent('one'); assert dict(os.environ) == before; print('well')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
     )
@@ -348,7 +348,7 @@ def test_memory_of_another_user_is_not_there():
     if os.getuid():
         pytest.skip("needs processes of two users: run as root")
     code = "import json, sys; from relax_hpc.net.transport.rdma_path import find_route; "
-    code += "print(route(json.loads(sys.argv[1]), int(sys.argv[2])))"
+    code += "print(find_route(json.loads(sys.argv[1]), int(sys.argv[2])))"
     memory = SlabPool().take(10).memory
     with plain_user() as user:
         words = [

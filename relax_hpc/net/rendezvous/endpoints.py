@@ -1,8 +1,8 @@
-"""Endpoints of the servers that a group starts for others: files in its rendezvous folder, with the
-keys to them.
+"""Endpoints of servers that a group starts for other groups, with the keys to them.
 
-Each process of the group publishes those of its own, once they serve. Readers take those of the
-newest incarnation that has published any.
+They are files in the group's rendezvous folder. Each process of the group publishes the endpoints
+of its servers once they accept requests. Readers use those of the newest incarnation that has
+published any.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from relax_hpc.base.disk_waits import retry_write
-from relax_hpc.base.rundir import read_map, write_json
+from relax_hpc.base.rundir import is_map, read_map, write_json
 
 _FILE = re.compile(r"inc-(\d{6})-servers-\d+\.json")
 
@@ -25,41 +25,33 @@ class Endpoint:
     url: str
     """Address at which it listens, tcp://host:port."""
     key: str
-    """Secret of this start of the server alone, which both ends of a connection prove that they
-    hold."""
+    """Secret of this start of the server. Both ends of a connection prove that they hold it."""
 
 
 def publish_endpoints(
     folder: Path, incarnation: int, rank: int, endpoints: Sequence[Endpoint]
 ) -> None:
-    """Publish the endpoints of one process of an incarnation, for this user alone."""
+    """Publish the endpoints of one process of an incarnation, readable for this user only."""
     path = folder / f"inc-{incarnation:06d}-servers-{rank}.json"
     value = {"endpoints": [asdict(endpoint) for endpoint in endpoints]}
     retry_write(path, lambda: write_json(path, value))
 
 
 def read_endpoints(folder: Path) -> list[Endpoint]:
-    """Endpoints of the newest incarnation; none, if none has published any. What is not as
-    `publish_endpoints` writes it is left out."""
+    """Endpoints of the newest incarnation that has published any; empty: none has.
+
+    Files and entries in another format are left out.
+    """
+    paths: dict[int, list[Path]] = {}
     try:
-        found = [
-            (int(match[1]), path)
-            for path in folder.iterdir()
-            if (match := _FILE.fullmatch(path.name))
-        ]
+        for path in sorted(folder.iterdir()):
+            if match := _FILE.fullmatch(path.name):
+                paths.setdefault(int(match[1]), []).append(path)
     except OSError:
         return []
-    newest = max((number for number, _ in found), default=0)
-    values = [
-        read_map(path, endpoints=list).get("endpoints", [])
-        for number, path in sorted(found)
-        if number == newest
-    ]
-    return [
-        Endpoint(one["url"], one["key"])
-        for value in values
-        for one in value
-        if isinstance(one, dict)
-        and isinstance(one.get("url"), str)
-        and isinstance(one.get("key"), str)
-    ]
+    endpoints: list[Endpoint] = []
+    for path in paths[max(paths)] if paths else ():
+        for entry in read_map(path, endpoints=list).get("endpoints", []):
+            if is_map(entry, url=str, key=str):
+                endpoints.append(Endpoint(entry["url"], entry["key"]))
+    return endpoints

@@ -1,5 +1,4 @@
-"""Small signs of life that processes leave in files: who wrote one, whether that process is gone,
-and what it is at."""
+"""Life signs of processes in files: who wrote a file, whether it still runs, and its activity."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Any
 from relax_hpc.base.rundir import read_map, write_json
 
 _ENDED = "ZXx"
-"""States of a process that runs no more."""
+"""States of an ended process in /proc/<pid>/stat: zombie or dead."""
 
 
 def process_identity() -> dict[str, Any]:
@@ -23,8 +22,9 @@ def process_identity() -> dict[str, Any]:
 
 
 def has_ended(sign: Mapping[str, Any]) -> bool:
-    """Whether the process that left ``sign`` has certainly ended; of another machine, or container,
-    nobody here knows.
+    """Whether the process that wrote ``sign`` has certainly ended.
+
+    False also for processes of another machine or container, which cannot be checked.
 
     >>> sign = process_identity()
     >>> has_ended(sign), has_ended(sign | {"born": 1}), has_ended({"pid": 1})
@@ -34,8 +34,7 @@ def has_ended(sign: Mapping[str, Any]) -> bool:
 
 
 def is_running(sign: Mapping[str, Any]) -> bool:
-    """Whether the process that left ``sign`` certainly runs, as it does here, however old the sign
-    is.
+    """Whether the process that wrote ``sign`` certainly runs, on this machine. Its age is ignored.
 
     >>> sign = process_identity()
     >>> is_running(sign), is_running(sign | {"born": 1}), is_running({"pid": 1})
@@ -50,8 +49,7 @@ def _is_here(sign: Mapping[str, Any]) -> bool:
 
 @cache
 def _space() -> str:
-    """Space in which a pid means the same process: this boot of the machine, and the namespace of
-    pids."""
+    """Boot and pid namespace, within which a pid belongs to one process at a time."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -59,9 +57,9 @@ def _space() -> str:
 
 
 def _born(pid: int) -> int:
-    """Time at which a process was started, in ticks since the boot; 0: there is none."""
+    """Start time of a process, in ticks since the boot; 0: it does not run."""
     try:
-        # Behind the name, which may hold anything.
+        # The name of the process, in parentheses, may contain blanks and parentheses itself.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return 0
@@ -69,14 +67,14 @@ def _born(pid: int) -> int:
 
 
 def write_activity(path: Path, doing: str) -> None:
-    """Tell who looks at ``path`` what this process is at from now on; empty: nothing any more. A
-    full disk must not keep it from its work."""
+    """Write the present activity of this process to ``path``; empty: none. Errors are ignored, so
+    that a full disk does not stop the process."""
     with contextlib.suppress(OSError):
         write_json(path, {"doing": doing, "since": time.time(), **process_identity()})
 
 
 def read_activity(path: Path) -> str:
-    """Words of the sign at ``path``, and since when it stands; empty if its process is gone."""
+    """Activity in ``path``, with its duration in seconds. Empty: its process has ended."""
     sign = read_map(path, doing=str, since=(int, float))
     if not sign or not sign["doing"] or has_ended(sign):
         return ""

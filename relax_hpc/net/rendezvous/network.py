@@ -1,5 +1,4 @@
-"""Address and interface that a process of a group uses, so that nothing listens where it need
-not."""
+"""Address and network interface of a group's processes, so that they listen on no other one."""
 
 from __future__ import annotations
 
@@ -15,27 +14,27 @@ from relax_hpc.config.schema import Config
 
 LOOPBACK = "127.0.0.1"
 _CREDENTIALS = struct.Struct("3i")
+"""struct ucred of Linux: pid, uid, gid."""
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of ``interface`` on this host. ConfigError, naming those that there are, if
-    it has none."""
-    found = _addresses()
-    if interface not in found:
+    """The IPv4 address of ``interface`` on this host. ConfigError, with all interfaces: it has
+    none."""
+    addresses = _addresses()
+    if interface not in addresses:
         raise ConfigError(
             f"site.interface: found {interface!r}, allowed on host {socket.gethostname()}: "
-            f"{_listed(found)} "
+            f"{_format(addresses)} "
             "(interfaces with an IPv4 address; groups.<name>.interface goes before site.interface)"
         )
-    return found[interface]
+    return addresses[interface]
 
 
 def own_address(config: Config, group: str) -> str:
-    """Address at which the run's other processes reach this one: loopback in the local layout, else
-    its interface's.
+    """Address at which the run's other processes reach this one.
 
-    Without a configured interface it is the address of the host's own name. ConfigError if that is
-    none which other hosts could reach.
+    It is loopback in the local layout, else the address of the configured interface, else the
+    address of the host's name. ConfigError: other hosts cannot reach the address of the name.
     """
     if config.layout == "local":
         return LOOPBACK
@@ -45,19 +44,29 @@ def own_address(config: Config, group: str) -> str:
     address = _ipv4_of(host)
     if address and not ipaddress.ip_address(address).is_loopback:
         return address
-    addresses = _addresses()
+    raise ConfigError(
+        f"site.interface: found none, and the name of host {host} {_name_problem(host, address)}; "
+        f"{_interface_advice()}"
+    )
+
+
+def _name_problem(host: str, address: str) -> str:
+    """Reason why other hosts cannot reach ``host`` by its name. ``address``: its IPv4 address."""
     if address:
-        why = f"resolves to {address}, which other hosts cannot reach"
-    elif six := _ipv6_of(host):
-        why = f"resolves to the IPv6 address {six} alone; IPv4 is needed, IPv6 is not supported"
-    else:
-        why = "does not resolve"
-    outside = [name for name, own in addresses.items() if not ipaddress.ip_address(own).is_loopback]
-    if outside:
-        advice = f"set it to the network between the nodes, here one of: {_listed(addresses)}"
-    else:
-        advice = "no interface of this host has an IPv4 address; give the nodes a network with IPv4"
-    raise ConfigError(f"site.interface: found none, and the name of host {host} {why}; {advice}")
+        return f"resolves to {address}, which other hosts cannot reach"
+    if address_v6 := _ipv6_of(host):
+        return (
+            f"resolves to the IPv6 address {address_v6} alone; IPv4 is needed, IPv6 is not "
+            "supported"
+        )
+    return "does not resolve"
+
+
+def _interface_advice() -> str:
+    addresses = _addresses()
+    if all(ipaddress.ip_address(address).is_loopback for address in addresses.values()):
+        return "no interface of this host has an IPv4 address; give the nodes a network with IPv4"
+    return f"set it to the network between the nodes, here one of: {_format(addresses)}"
 
 
 def _ipv4_of(host: str) -> str:
@@ -71,34 +80,35 @@ def _ipv4_of(host: str) -> str:
 def _ipv6_of(host: str) -> str:
     """IPv6 address of ``host``; empty: it has none."""
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET6)
+        entries = socket.getaddrinfo(host, None, socket.AF_INET6)
     except OSError:
         return ""
-    return str(found[0][4][0]) if found else ""
+    return str(entries[0][4][0]) if entries else ""
 
 
 def peer_user(connection: socket.socket) -> int:
-    """The user whose process is at the other end of a unix socket, or listened there."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(found)[1]
+    """User id of the process at the other end of a unix socket, or of the one that listened."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1]
 
 
 def library_environment(config: Config, group: str) -> dict[str, str]:
-    """Environment variables that keep gloo, NCCL's bootstrap, libfabric and Open MPI on the
-    configured interface.
+    """Environment variables that keep libraries on the configured interface.
 
-    UCX is left alone: it takes devices (mlx5_0:1), and an interface's name would keep it from RDMA;
-    see site.env. Without an interface there are none: gloo then takes the address of the host's own
-    name, as `own_address` does. What site.env or the group's env sets is left alone.
+    They are for gloo, NCCL's bootstrap, libfabric and Open MPI. Variables that site.env or the
+    group's env sets are left out. Without a configured interface there are none; gloo then uses the
+    address of the host's name, as `own_address` does.
     """
     interface = _interface(config, group)
     if config.layout == "local" or not interface:
         return {}
+    # UCX is not among them: UCX_NET_DEVICES takes devices (mlx5_0:1), and the name of an interface
+    # would turn off RDMA. Sites set it in site.env.
     names = {
         "GLOO_SOCKET_IFNAME": interface,
-        # Without "=" NCCL takes every interface whose name begins so.
+        # Without "=" NCCL uses every interface whose name has this prefix.
         "NCCL_SOCKET_IFNAME": f"={interface}",
-        # Of libfabric, which introduces MPICH's ranks.
+        # libfabric, by which the ranks of MPICH exchange their first messages.
         "FI_TCP_IFACE": interface,
         "OMPI_MCA_btl_tcp_if_include": interface,
         "OMPI_MCA_oob_tcp_if_include": interface,
@@ -113,13 +123,13 @@ def _interface(config: Config, group: str) -> str:
 
 def _addresses() -> dict[str, str]:
     """Interface -> its first IPv4 address."""
-    found: dict[str, str] = {}
+    first: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            if one.family == socket.AF_INET:
-                found.setdefault(name, one.address)
-    return found
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                first.setdefault(name, address.address)
+    return first
 
 
-def _listed(found: dict[str, str]) -> str:
-    return ", ".join(f"{name} ({address})" for name, address in sorted(found.items())) or "none"
+def _format(addresses: dict[str, str]) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in sorted(addresses.items())) or "none"

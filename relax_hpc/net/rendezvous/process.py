@@ -1,5 +1,4 @@
-"""First duties of every process of a run: to keep its files private, die with its parent, and end
-in order on signals."""
+"""Setup of every process of a run: private files, end with its parent, clean end on signals."""
 
 from __future__ import annotations
 
@@ -20,20 +19,21 @@ _PR_SET_PDEATHSIG = 1
 PARENT = "RELAX_PARENT"
 """Environment variable: pid of the process that started this one."""
 END_SIGNAL = signal.SIGUSR2
-"""Signal by which a supervisor asks a role to end: srun passes it on to its tasks, and TERM it
-takes for itself."""
+"""Signal by which a supervisor requests the end of a role. srun forwards it to its tasks. SIGTERM
+would end srun itself."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, END_SIGNAL)
-"""Signals to stop. Slurm sends TERM at preemption and at the end of a job, a terminal that is
-closed sends HUP."""
+"""Signals that request a stop. Slurm sends SIGTERM at preemption and at the end of a job. A
+terminal that is closed sends SIGHUP."""
 STACKS_SIGNAL = signal.SIGUSR1
-"""Signal on which a process of ours writes the stacks of all its threads to its log, and goes
-on."""
+"""Signal on which a process of a run writes the stacks of all its threads to its log."""
 EXIT_BUG = 1
-"""Exit code of a watched child whose work raised something."""
+"""Exit code of a watched child whose work raised an exception."""
 PRIVATE_UMASK = 0o077
-"""File mode mask of every process of a run: many sites hand on one that lets a whole project write.
-SGLang unpickles what comes in by its sockets, and checkpoints hold pickled metadata: whoever can
-write there runs code as the run's user."""
+"""File mode mask of every process of a run. Many sites set a mask with which all members of a
+project can write. SGLang unpickles messages of its sockets, and checkpoints have pickled metadata,
+so that a user who can write there can run code as the user of the run."""
+# Variables of torchrun, PMI, PMIx, Hydra, MPICH, Open MPI and Slurm steps. A child program that
+# inherits them would take itself for a rank of its parent's step.
 _LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|(PMI|PMIX|HYDRA|MPIR?_|OMPI_|TORCHELASTIC|SLURM_(?!CONF$)|SBATCH_|SRUN_).*"
@@ -41,10 +41,12 @@ _LAUNCHER = re.compile(
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however it ends.
+    """Have the kernel kill this process when its parent ends, for any reason.
 
-    A parent that put its pid into PARENT is also noticed if it has ended by now.
+    Exit if the parent, whose pid is in PARENT, has already ended.
     """
+    # The kernel sends the signal when the thread that forked ends, see PR_SET_PDEATHSIG in
+    # prctl(2). A parent must therefore fork in a thread that lives as long as the child.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = os.environ.pop(PARENT, "")
     if parent and int(parent) != os.getppid():
@@ -52,7 +54,7 @@ def die_with_parent() -> None:
 
 
 def set_private_umask() -> None:
-    """Let only the user read and write what this process and its children create."""
+    """Set the umask, so that only the user can read and write new files of this process."""
     os.umask(PRIVATE_UMASK)
 
 
@@ -60,16 +62,18 @@ def install_stack_dump() -> None:
     """Write the stacks of all threads to standard error on STACKS_SIGNAL, and when the process
     crashes.
 
-    It is done in C, so also while native code holds the interpreter's lock. Standard error may
-    become another file.
+    Standard error may be redirected to another file later.
     """
+    # faulthandler works in C, so it also works while native code holds the interpreter's lock.
     faulthandler.enable(2)
     faulthandler.register(STACKS_SIGNAL, 2)
 
 
 def handles_stack_signal(pid: int) -> bool:
-    """Whether a process of this machine has a handler for STACKS_SIGNAL, which ends one that has
-    none."""
+    """Whether a process of this machine has a handler for STACKS_SIGNAL.
+
+    The signal would end a process without handler.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -81,23 +85,24 @@ def handles_stack_signal(pid: int) -> bool:
 
 
 def clean_environment() -> dict[str, str]:
-    """Environment of this process without what an MPI launcher or Slurm step put there for its own
-    ranks."""
+    """Environment of this process without the variables of MPI launchers and Slurm steps."""
     return {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """STOP_SIGNALS, without SIGHUP if this process was started with that ignored, as by nohup."""
+    """STOP_SIGNALS, without SIGHUP if this process was started with SIGHUP ignored, as by nohup."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(s for s in STOP_SIGNALS if not (ignores_hangup and s == signal.SIGHUP))
 
 
 class SignalFlag:
-    """Flag that a signal handler sets. A threading.Event has a lock: a handler that another signal
-    interrupts while it holds that would wait for itself."""
+    """Flag that a signal handler sets."""
+
+    # Not a threading.Event, which has a lock: if a second signal interrupts a handler that holds
+    # the lock, the second handler waits for the first one for ever.
 
     def __init__(self, signals: tuple[signal.Signals, ...] = STOP_SIGNALS) -> None:
-        """Handle ``signals``; a subset is for who has a handler of its own for the others."""
+        """``signals``: those that set the flag. Callers may handle other signals themselves."""
         self.signals = signals
         self._set = False
 
@@ -108,23 +113,23 @@ class SignalFlag:
         return self._set
 
 
-def flag_stop_signals(at_once: bool, led: bool = False) -> SignalFlag:
-    """A flag that STOP_SIGNALS set; ``at_once`` also raises RelaxError, once, wherever the main
-    thread is.
+def flag_stop_signals(raises: bool, is_led: bool = False) -> SignalFlag:
+    """A flag that STOP_SIGNALS set.
 
-    ``led``: by a parent which gets Slurm's signals too, and decides who ends when: END_SIGNAL alone
+    ``raises``: the first signal also raises RelaxError in the main thread. ``is_led``: the parent
+    also receives Slurm's signals and decides which process ends when, so that only END_SIGNAL
     counts.
     """
-    flag, own = SignalFlag((END_SIGNAL,) if led else STOP_SIGNALS), os.getpid()
+    flag, pid = SignalFlag((END_SIGNAL,) if is_led else STOP_SIGNALS), os.getpid()
 
     def handle(number: int, _: object) -> None:
-        # Rather than SIG_IGN, which what this process starts would inherit; what it forks is not
-        # led.
-        if number not in flag.signals and os.getpid() == own:
+        # A handler that does nothing, and not SIG_IGN, which child programs would inherit. Forked
+        # processes have no leader: for them every signal counts.
+        if number not in flag.signals and os.getpid() == pid:
             return
-        first = not flag.is_set()
+        is_first = not flag.is_set()
         flag.set()
-        if at_once and first:
+        if raises and is_first:
             raise RelaxError("asked to stop")
 
     for number in stop_signals():
@@ -134,24 +139,25 @@ def flag_stop_signals(at_once: bool, led: bool = False) -> SignalFlag:
 
 def run_watched(
     work: Callable[[], int],
-    ended: Callable[[int], int | None],
-    beside: Callable[[], None] | None = None,
+    on_end: Callable[[int], int | None],
+    background: Callable[[], None] | None = None,
 ) -> int:
-    """Do ``work`` in a child that is watched, so that its end is known however it comes; the exit
-    code.
+    """Run ``work`` in a watched child, so that every kind of end is detected. Returns an exit code.
 
-    Call it before there are threads. Stop signals are passed on. ``ended`` is told how each child
-    ended (an exit code, or minus a signal's number) and gives the exit code of this process, or
-    None to do the work again. ``beside`` runs in a thread of the watcher; the work is not to be
-    done again then.
+    Call it before threads are started. Stop signals are forwarded to the child. ``on_end`` is
+    called with the exit code of a child, or minus the number of a signal. It returns the exit code
+    of this process, or None to run the work again. ``background`` runs in a thread of this process;
+    with it, the work must not run again.
     """
-    # A step's processes get it all at once; of this one, which only waits, there is nothing to see.
+    # Slurm sends the signal to all processes of a step. The stacks of this one are of no interest,
+    # because it only waits.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
-    # If a parent has set this to be ignored, the kernel does not report how the child ended.
+    # If a parent process ignores SIGCHLD, children inherit that, and the kernel then discards the
+    # exit status of their children.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # These stay blocked, and sigwait takes them one by one. A Python handler would run only after
-    # waitpid if its signal came just before that call. A signal that comes while no child runs
-    # waits for the next child.
+    # These signals stay blocked, and sigwait takes them one by one. A Python handler would not do:
+    # if its signal arrives just before waitpid, it runs only after waitpid has returned. A signal
+    # that arrives while no child runs stays pending until the next child.
     awaited = (*stop_signals(), signal.SIGCHLD)
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     while True:
@@ -159,18 +165,18 @@ def run_watched(
         child = os.fork()
         if not child:
             _run(work, watcher, awaited)
-        if beside:
-            threading.Thread(target=beside, name="beside", daemon=True).start()
-        code = ended(os.waitstatus_to_exitcode(_wait_for(child, awaited)))
+        if background:
+            threading.Thread(target=background, name="background", daemon=True).start()
+        code = on_end(os.waitstatus_to_exitcode(_wait_for(child, awaited)))
         if code is not None:
             return code
 
 
 def _wait_for(child: int, awaited: Sequence[signal.Signals]) -> int:
-    """Wait status of ``child``; each blocked signal of ``awaited`` but SIGCHLD is sent to it."""
+    """Wait status of ``child``. Signals of ``awaited`` except SIGCHLD are forwarded to it."""
     while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
             return status
         number = signal.sigwait(awaited)
         if number != signal.SIGCHLD:
@@ -178,7 +184,7 @@ def _wait_for(child: int, awaited: Sequence[signal.Signals]) -> int:
 
 
 def _run(work: Callable[[], int], watcher: int, blocked: Sequence[signal.Signals]) -> None:
-    """Run the child's work, with the signals that its watcher has ``blocked``; does not return."""
+    """Run the work in the child and exit. ``blocked``: signals that the parent has blocked."""
     code = EXIT_BUG
     try:
         os.environ[PARENT] = str(watcher)
@@ -192,5 +198,5 @@ def _run(work: Callable[[], int], watcher: int, blocked: Sequence[signal.Signals
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Library threads (gloo, engines) must not keep it alive.
+        # Not sys.exit: it would wait for threads of libraries, such as gloo and engines.
         os._exit(code)

@@ -1,8 +1,9 @@
-"""Roster of groups: numbered files in the run directory say who is where, and in which incarnation.
+"""Roster of groups: numbered files in the run directory with the incarnation and address of each.
 
-A group's launcher takes an incarnation by exclusive create; the group's leader then publishes its
-card under it. Readers follow the highest one published. Nothing is ever overwritten, and a power
-loss takes nothing back: an incarnation that the queue knows must not be taken twice.
+The launcher of a group claims an incarnation by exclusive creation of a file. The leader of the
+group then publishes a card with this number. Readers use the card with the highest number. Files
+are never overwritten, and they survive a power loss, because an incarnation that the queue knows
+must not be claimed twice.
 """
 
 from __future__ import annotations
@@ -24,18 +25,17 @@ _CLAIM = re.compile(r"inc-(\d{6})\.claim")
 
 @dataclass(frozen=True, slots=True)
 class GroupCard:
-    """Card of a group, by its leader: its incarnation and, for the hub, the controller's
-    endpoint."""
+    """Card of a group, which its leader publishes: incarnation, ranks, and the hub's endpoint."""
 
     group: str
     incarnation: int
     ranks: list[dict[str, Any]]
     endpoint: str = ""
     protocol: int = PROTOCOL
-    """Protocol of its code, see `relax_hpc.base.protocol`."""
+    """Protocol of the group's code, see `relax_hpc.base.protocol`."""
 
     def check_protocol(self) -> None:
-        """Raise ConfigError if this process has code of another protocol."""
+        """Raise ConfigError if the code of this process has another protocol."""
         if self.protocol != PROTOCOL:
             raise ConfigError(
                 f"relax_hpc.base.protocol: this code speaks {PROTOCOL}, {self.group} incarnation "
@@ -46,11 +46,11 @@ class GroupCard:
 
 
 def claim_incarnation(run: RunDir, group: str, former: int | None = None) -> int:
-    """Take the next incarnation number of ``group``; two launchers never get the same one.
+    """Claim the next incarnation of ``group``. Two launchers never get the same number.
 
-    With ``former`` the one after that and no other: FencedError if somebody has been faster.
-    OSError on a disk that takes nothing: it is not waited for, as what makes the caller want the
-    number may be over by then.
+    ``former``: claim exactly the number after this one. FencedError: another process has claimed
+    it. OSError: the disk is full. It is not waited for, because the reason for the claim may be
+    gone by then.
     """
     folder = run.rendezvous(group)
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def claim_incarnation(run: RunDir, group: str, former: int | None = None) -> int
         except FileExistsError:
             if former is not None:
                 raise FencedError(
-                    f"another has taken {group} incarnation {incarnation} just before"
+                    f"another process has just claimed {group} incarnation {incarnation}"
                 ) from None
             incarnation += 1
 
@@ -76,32 +76,29 @@ def _create(path: Path) -> None:
 
 
 def latest_incarnation(run: RunDir, group: str) -> int:
-    """The highest incarnation number taken by ``group``; 0 if none was."""
+    """The highest claimed incarnation of ``group``; 0: none was claimed."""
     return max(_numbers(run.rendezvous(group), _CLAIM), default=0)
 
 
 def publish_card(run: RunDir, card: GroupCard) -> None:
-    """Publish the card by which other groups find this incarnation."""
+    """Publish the card, by which other groups reach this incarnation."""
     value = asdict(card)
     path = run.rendezvous(card.group) / f"inc-{card.incarnation:06d}.json"
     retry_write(path, lambda: write_json(path, value, sync=True))
 
 
 def latest_card(run: RunDir, group: str) -> GroupCard | None:
-    """Card of the newest published incarnation of ``group``, or None."""
+    """Card of the newest published incarnation of ``group``. None: there is none."""
     incarnations = _numbers(run.rendezvous(group), _CARD)
-    return next(
-        (
-            card
-            for incarnation in sorted(incarnations, reverse=True)
-            if (card := read_card(run, group, incarnation))
-        ),
-        None,
-    )
+    for incarnation in sorted(incarnations, reverse=True):
+        card = read_card(run, group, incarnation)
+        if card:
+            return card
+    return None
 
 
 def read_card(run: RunDir, group: str, incarnation: int) -> GroupCard | None:
-    """Card that an incarnation of ``group`` has published, or None."""
+    """Card of one incarnation of ``group``. None: it has published none, or an invalid one."""
     path = run.rendezvous(group) / f"inc-{incarnation:06d}.json"
     value = read_map(path, group=str, incarnation=int, ranks=list, endpoint=str, protocol=int)
     if not value or (value["group"], value["incarnation"]) != (group, incarnation):

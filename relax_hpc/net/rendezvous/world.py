@@ -1,10 +1,11 @@
-"""Ranks of a group are told of each other here, once, at start. Everything later goes other ways.
+"""Meeting of the ranks of a group: each learns the addresses of all others, once, at start.
 
-Within a node whoever started them tells them (`relax_hpc.cluster.supervise.ranks`), over several
-nodes MPI does. One MPI world never spans groups: a killed peer would leave its survivors hanging
-without an error. MPI runs in a child of each rank that ends with the meeting: its memory and its
-sockets go then, and where it fails, which it does by ending its process, the rank lives to say what
-to set.
+Within a node, the process that starts the ranks exchanges their cards
+(`relax_hpc.cluster.supervise.ranks`). Over several nodes, MPI does. An MPI world never spans
+groups: if a rank of another group were killed, the survivors would hang without an error.
+
+MPI runs in a child process of each rank, which ends after the meeting. Its memory and its sockets
+are then free. If MPI fails, it ends the child, and the rank can report which settings to change.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from relax_hpc.config.schema import MpiConfig
 from relax_hpc.net.rendezvous.process import PARENT, die_with_parent, stop_signals
 
 MEETING = "RELAX_MEETING"
-"""Environment variable by which ranks learn of each other: number, how many, their own socket."""
-_CURE = (
+"""Environment variable of ranks that the launcher introduces to each other: number of the rank,
+number of ranks, and the descriptor of a socket to the launcher."""
+_REMEDY = (
     "let site.mpi.library and site.mpi.launcher name an MPI library and a launcher that belong "
     "together: library wheel "
     "(the mpich package beside mpi4py) with pmi2, the path of an Open MPI's libmpi.so with pmix"
@@ -39,19 +41,19 @@ _CURE = (
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks of a group. `cards` are in rank order."""
+    """The ranks of a group, as one of them sees it. `cards` are in rank order."""
 
     rank: int
     size: int
     local_rank: int
     cards: list[dict[str, Any]]
     listening: socket.socket | None = None
-    """Socket at which rank 0 lets ranks of other nodes and containers in; it listens since before
-    they were told of it. None in the others."""
+    """Socket of rank 0 for ranks of other nodes and containers. It listens since before they
+    learned its address. None in all other ranks."""
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0, which speaks for the group."""
+        """Whether this is rank 0, which represents the group."""
         return self.rank == 0
 
     @property
@@ -60,40 +62,39 @@ class World:
 
     @property
     def share_files_in_memory(self) -> bool:
-        """Whether the ranks can open each other's files in memory: on one node, not each in a
-        container of its own."""
+        """Whether the ranks can open each other's files in memory: they are on one node, and not in
+        separate containers."""
         return self.on_one_node and len({card.get("space") for card in self.cards}) == 1
 
 
 def single_rank_world(address: str) -> World:
-    """A group of one rank, which needs no MPI, and no launcher."""
+    """The world of a group of one rank, which needs neither MPI nor a launcher."""
     return World(0, 1, 0, [_card(address)])
 
 
 def join_world(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
-    """Meet the others of all ``ranks``; they reach this one at ``address``.
+    """Meet the other ranks of a group of ``ranks`` ranks, which reach this one at ``address``.
 
-    RelaxError, ConfigError, DeadlineError: MPI failed, gave another number of ranks, or took over
-    ``patience_s``.
+    RelaxError: MPI failed. ConfigError: it started another number of ranks. DeadlineError: the
+    ranks did not meet within ``patience_s``.
     """
     listening = socket.create_server((address, 0))
-    # For those that can open it, by its path in /proc: nothing to remove, however this process
-    # ends.
+    # Ranks on the same node open this file by its path in /proc. It disappears with the processes
+    # that have it open, so that nothing is left if they are killed.
     memory = os.memfd_create("meeting")
     card = _card(address) | {"port": listening.getsockname()[1], "memory": memory}
-    what = f"site.mpi: with library {mpi.library} and launcher {mpi.launcher}"
-    # Ranks that were killed while they met have left some.
+    settings = f"site.mpi: with library {mpi.library} and launcher {mpi.launcher}"
+    # MPICH leaves files in /dev/shm if its processes are killed while they meet.
     sweep_orphaned_memory()
-    told = os.environ.pop(MEETING, "")
-    rank, cards = (
-        _be_told(told, card, patience_s)
-        if told
-        else _in_child(lambda: _meet(card), what, patience_s)
-    )
+    meeting = os.environ.pop(MEETING, "")
+    if meeting:
+        rank, cards = _exchange_by_launcher(meeting, card, patience_s)
+    else:
+        rank, cards = _run_in_child(lambda: _exchange_by_mpi(card), settings, patience_s)
     if len(cards) != ranks:
         raise ConfigError(
-            f"{what}: MPI_Init found {len(cards)} ranks, allowed: the {ranks} that were started; "
-            f"{_CURE}"
+            f"{settings}: MPI_Init found {len(cards)} ranks, allowed: the {ranks} that were "
+            f"started; {_REMEDY}"
         )
     local_rank = sum(other["node"] == card["node"] for other in cards[:rank])
     world = World(rank, ranks, local_rank, cards)
@@ -106,83 +107,92 @@ def join_world(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> W
 
 
 def _card(address: str) -> dict[str, Any]:
-    # Slurm may give nodes of one host name; its own name of the node tells them apart.
+    # Nodes of Slurm may share one host name, if several slurmd run on one host. slurmd sets
+    # SLURMD_NODENAME, which differs, in every task.
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    # The kernel lets nobody into the processes of another user namespace, which Apptainer makes for
-    # each rank.
+    # The kernel refuses access to /proc/<pid>/fd of a process in another user namespace. Apptainer
+    # creates one for each rank.
     space = "/".join(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "user"))
     return {"node": node, "address": address, "pid": os.getpid(), "space": space}
 
 
-def _be_told(
-    told: str, card: dict[str, Any], patience_s: float
+def _exchange_by_launcher(
+    meeting: str, card: dict[str, Any], patience_s: float
 ) -> tuple[int, list[dict[str, Any]]]:
-    """The own rank, and the cards of all, by the socket that the launcher left us."""
-    rank, _, number = map(int, told.split())
-    with socket.socket(fileno=number) as line, line.makefile("rb") as cards:
-        line.settimeout(patience_s)
-        line.sendall(json.dumps(card).encode() + b"\n")
+    """Number of this rank, and the cards of all, exchanged by the launcher.
+
+    ``meeting``: value of the environment variable `MEETING`.
+    """
+    rank, _, descriptor = map(int, meeting.split())
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as lines:
+        connection.settimeout(patience_s)
+        connection.sendall(json.dumps(card).encode() + b"\n")
         try:
-            return rank, [json.loads(text) for text in cards]
+            return rank, [json.loads(line) for line in lines]
         except TimeoutError as error:
             raise DeadlineError(
-                f"rank {rank} has not heard of all the others within {patience_s:.0f} s"
+                f"rank {rank} has not received the cards of all ranks within {patience_s:.0f} s"
             ) from error
 
 
-def _in_child(work: Callable[[], Any], what: str, patience_s: float) -> Any:
-    """Result of ``work`` in a child that ends with it. Call it while there is one thread."""
+def _run_in_child(work: Callable[[], Any], settings: str, patience_s: float) -> Any:
+    """Result of ``work`` in a child process. Call it while this process has one thread.
+
+    ``settings``: beginning of error messages.
+    """
     reader, writer = os.pipe()
     parent, child = os.getpid(), os.fork()
     if not child:
         _work(work, parent, writer)
     os.close(writer)
-    found = _read(reader, patience_s)
+    result = _read(reader, patience_s)
     os.close(reader)
-    if found is None:
+    if result is None:
         os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if found is None:
+    if result is None:
         raise DeadlineError(
-            f"{what}: the ranks of the group have not met within {patience_s:.0f} s; open their "
-            "logs"
+            f"{settings}: the ranks of the group have not met within {patience_s:.0f} s; open "
+            "their logs"
         )
-    if not found:
+    if not result:
         raise RelaxError(
-            f"{what}: MPI_Init {_ended(code)} (its own words are in this log); {_CURE}"
+            f"{settings}: MPI_Init {_describe_end(code)} (its own words are in this log); {_REMEDY}"
         )
-    return json.loads(found)
+    return json.loads(result)
 
 
 def _read(pipe: int, patience_s: float) -> bytes | None:
-    """All that comes until the other end is closed; None: that takes longer."""
-    found, until = b"", time.monotonic() + patience_s
-    while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
-        if not (more := os.read(pipe, 1 << 16)):
-            return found
-        found += more
+    """All bytes until the other end is closed. None: that takes longer than ``patience_s``."""
+    data, deadline = b"", time.monotonic() + patience_s
+    while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        block = os.read(pipe, 1 << 16)
+        if not block:
+            return data
+        data += block
     return None
 
 
-def _ended(code: int) -> str:
+def _describe_end(code: int) -> str:
     return f"was ended by signal {-code}" if code < 0 else f"ended the process with code {code}"
 
 
 def _work(work: Callable[[], Any], parent: int, writer: int) -> NoReturn:
-    """Run the child's work and end."""
+    """Run ``work`` in the child, write its result to the pipe, and exit."""
     try:
         for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)
         os.environ[PARENT] = str(parent)
         die_with_parent()
-        answer = json.dumps(work()).encode()
+        result = json.dumps(work()).encode()
         with os.fdopen(writer, "wb", closefd=False) as file:
-            file.write(answer)
+            file.write(result)
         sys.stdout.flush()
         sys.stderr.flush()
-        # MPICH 5 says goodbye to its launcher only in an exit handler of C; who leaves without is
-        # taken for dead, and all ranks are killed. The interpreter, which goes on in the parent, is
-        # not ended.
+        # MPICH 5.0.2 tells its launcher that the rank ends in an exit handler of C (atexit). After
+        # `os._exit`, which skips it, the launcher takes the rank for dead and kills all ranks. The
+        # C function exit() runs the handler but does not end the Python interpreter, which
+        # continues in the parent.
         ctypes.CDLL(None).exit(0)
     except BaseException:
         traceback.print_exc()
@@ -190,23 +200,25 @@ def _work(work: Callable[[], Any], parent: int, writer: int) -> NoReturn:
     os._exit(1)
 
 
-def _meet(card: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-    """Number of this rank, and the cards of all."""
+def _exchange_by_mpi(card: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+    """Number of this rank, and the cards of all, exchanged by MPI."""
     import mpi4py
 
+    # Only one thread uses MPI. mpi4py 4.1.2 otherwise requests MPI_THREAD_MULTIPLE.
     mpi4py.rc.thread_level = "funneled"
     from mpi4py import MPI
 
     cards = [json.loads(text) for text in _allgather(MPI.COMM_WORLD, json.dumps(card).encode())]
     rank = MPI.COMM_WORLD.Get_rank()
-    # From here on the launcher minds that the ranks' processes end well, and ends all with one that
-    # does not.
+    # The launcher expects that every rank exits cleanly after MPI_Finalize. If one does not, it
+    # ends all ranks.
     MPI.Finalize()
     return rank, cards
 
 
 def _allgather(comm: Any, data: bytes) -> list[bytes]:
-    """Bytes ``data`` of all ranks, in rank order, without pickling."""
+    """Bytes ``data`` of all ranks, in rank order."""
+    # Not `comm.allgather`, which pickles: received bytes are never unpickled.
     import numpy as np
 
     sizes = np.zeros(comm.Get_size(), dtype="i4")

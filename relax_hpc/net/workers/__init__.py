@@ -1,2 +1,4 @@
-"""Processes for work that may hang, crash or take too much memory: what does is killed and
-replaced, and costs what it was at alone."""
+"""Worker processes for work that may hang, crash or use too much memory.
+
+A worker that fails is killed and replaced. Only the requests that it was working on are lost.
+"""

@@ -1,7 +1,7 @@
-"""A worker of one request at a time, for callers that are no coroutines.
+"""A worker for one request at a time, for callers that are not coroutines.
 
-A request to a `Worker` of an event loop in another thread takes six times as long as one to this
-worker (303 instead of 51 microseconds for a chat of 400 characters).
+A request to a `Worker` of an event loop in another thread takes six times as long (303 instead of
+51 microseconds for a chat of 400 characters).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BlockingWorker:
     """
 
     def __init__(self, module: str, setup: Message) -> None:
-        """Start ``python -m module``, whose first message is ``setup``.
+        """Start ``python -m module`` and send ``setup``, its first message.
 
         ConfigError: the worker answers that it cannot do this work. WorkerEnded: it ended, or did
         not answer within START_S.
@@ -47,7 +47,7 @@ class BlockingWorker:
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Its own session, so that what it starts can be killed with it.
+            # In a new session, so that its child processes can be killed with it.
             start_new_session=True,
             env=worker_environment(),
         )
@@ -57,7 +57,7 @@ class BlockingWorker:
         os.set_blocking(self._requests_fd, False)
         os.set_blocking(self._answers_fd, False)
         self.has_ended = False
-        """Whether the process has ended, so that it takes no request."""
+        """Whether the process has ended and accepts no request."""
         first = self._exchange(setup, START_S)
         if "error" in first:
             self.end()
@@ -71,7 +71,7 @@ class BlockingWorker:
         """The answer to ``request``.
 
         WorkerEnded: the worker ended, or was ended because it did not answer within ``limit_s``.
-        TypeError, ValueError, RecursionError: JSON has no such request.
+        TypeError, ValueError, RecursionError: JSON cannot represent ``request``.
         """
         return self._exchange({"id": 0, **request}, limit_s)
 
@@ -97,7 +97,8 @@ class BlockingWorker:
         except (OSError, EOFError, ValueError):
             raise error_of_exit(self.end()) from None
         except BaseException:
-            # Otherwise the next request would get this answer.
+            # After an exception such as KeyboardInterrupt, the answer to this request is still to
+            # come. The next request would receive it.
             self.end()
             raise
 
@@ -118,12 +119,12 @@ class BlockingWorker:
                 raise EOFError
             data += block
             if size == frames.HEAD.size <= len(data):
-                size += frames.read_size(data[:size])
+                size += frames.read_size(bytes(data[:size]))
         return json.loads(data[frames.HEAD.size :])
 
 
 def _await(fd: int, event: int, deadline: float) -> None:
-    """Wait until ``event`` or an error of a pipe. TimeoutError: not before ``deadline``."""
+    """Wait for ``event`` or an error of a pipe. TimeoutError: none before ``deadline``."""
     poll = select.poll()
     poll.register(fd, event)
     if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):

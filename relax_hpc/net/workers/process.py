@@ -1,4 +1,4 @@
-"""A worker as its parent sees it: its process, and what is asked of it."""
+"""A worker process as its parent sees it: start, requests, and end."""
 
 from __future__ import annotations
 
@@ -17,62 +17,68 @@ from relax_hpc.net.rendezvous.process import PARENT, clean_environment
 from relax_hpc.net.workers import frames
 
 ATTEMPTS = 3
-"""Times that a request is sent: a worker that dies, or that somebody suspends, may not be at
-fault."""
+"""Times that a request is sent, at most. A request need not be the cause if its worker dies or is
+suspended."""
 START_S = 300.0
-"""Seconds for a worker to import what its work needs, from a shared filesystem too."""
+"""Seconds for a worker to import its modules, also from a slow shared file system."""
 
 Message = dict[str, Any]
 
 
 class WorkerEnded(Exception):
-    """Error of a request to a worker that ended; it says how the worker ended."""
+    """Error of a request whose worker ended. Its text describes the end."""
 
-    def __init__(self, how: str, by_itself: bool, code: int | None = None) -> None:
-        super().__init__(how)
+    def __init__(self, text: str, ended_itself: bool, code: int | None = None) -> None:
+        super().__init__(text)
         self.code = code
-        """Exit code, negative for a signal. None: it was ended because of another request, or did
-        not answer."""
-        self.ended_itself = by_itself
-        """Whether it ended by itself while it was at what was asked of it, and nobody had ended
-        it."""
+        """Exit code, negative for a signal. None: the pool ended the worker because of another
+        request, or because it did not answer."""
+        self.ended_itself = ended_itself
+        """Whether the worker ended or was suspended while it worked on the request, and the pool
+        did not end it."""
 
 
 class Worker:
-    """Worker process, made by `start`; for one event loop."""
+    """Worker process, for one event loop. `start` creates one."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, places: int, read: Callable[[Message], Any]
+        self,
+        process: asyncio.subprocess.Process,
+        capacity: int,
+        read_answer: Callable[[Message], Any],
     ) -> None:
-        self.capacity = places
-        """Requests that it may have at a time."""
+        self.capacity = capacity
+        """Number of requests that it accepts at a time."""
         self.busy = 0
-        """Places that are taken."""
+        """Number of its requests, which the pool counts."""
         self.has_ended = False
-        """Whether nothing can be asked of it any more."""
-        self._process, self._as_answer = process, read
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        """Whether it accepts no further request."""
+        self._process, self._read_answer = process, read_answer
+        self._pending: dict[int, asyncio.Future[Any]] = {}
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, module: str, about: Message, read: Callable[[Message], Any]) -> Worker:
-        """Start ``python -m module``, whose first message is ``about``; ``read`` makes an answer of
-        a message, before the worker gets another.
+    async def start(
+        cls, module: str, setup: Message, read_answer: Callable[[Message], Any]
+    ) -> Worker:
+        """Start ``python -m module`` and send ``setup``, its first message.
 
-        ConfigError: it says that it cannot do this. WorkerEnded: it did not come to that.
+        ``read_answer`` converts a message to an answer, before the next message is read.
+        ConfigError: the worker answers that it cannot do this work. WorkerEnded: it ended, or did
+        not answer within START_S.
         """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # Of its own, so that what it starts can be killed with it.
+            # In a new session, so that its child processes can be killed with it.
             start_new_session=True,
             env=worker_environment(),
         )
         assert process.stdin and process.stdout
         try:
             async with asyncio.timeout(START_S):
-                process.stdin.write(frames.pack(about))
+                process.stdin.write(frames.pack(setup))
                 first = await _message(process.stdout)
         except (TimeoutError, OSError, EOFError, ValueError) as error:
             raise error_of_exit(await _end(process)) from error
@@ -82,39 +88,39 @@ class Worker:
         if "error" in first:
             await _end(process)
             raise ConfigError(first["error"])
-        return cls(process, first["at_once"] or 1, read)
+        return cls(process, first["at_once"] or 1, read_answer)
 
     async def ask(self, number: int, request: Mapping[str, Any]) -> Any:
-        """The answer to ``request``. WorkerEnded: see there. TypeError, ValueError: JSON has no
-        such request."""
+        """The answer to ``request``. WorkerEnded: the worker ended before it has answered.
+        TypeError, ValueError: JSON cannot represent ``request``."""
         message = frames.pack({"id": number, **request})
         if self.has_ended:
             raise WorkerEnded("had ended", False)
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        answer = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
             assert self._process.stdin
             self._process.stdin.write(message)
             return await answer
         finally:
-            self._asked.pop(number, None)
+            self._pending.pop(number, None)
 
     @property
     def is_suspended(self) -> bool:
-        """Whether its process was stopped by a signal, so that it cannot answer in time."""
+        """Whether a signal has stopped its process, so that it cannot answer in time."""
         return not self.has_ended and is_suspended(self._process.pid)
 
     def kill(self) -> None:
-        """End it, with all that it has started; what was asked of it was not at fault."""
+        """Kill it and its child processes. Its pending requests fail with WorkerEnded."""
         if self.has_ended:
-            # Its number may be another process's by now.
+            # The kernel may have given its pid to another process.
             return
         self.has_ended = True
         self._reading.cancel()
         _kill(self._process)
-        self._give_up(WorkerEnded("was ended because of another request", False))
+        self._fail_pending(WorkerEnded("was ended because of another request", False))
 
     async def end(self) -> None:
-        """Kill it, and wait until it is gone."""
+        """Kill it, and wait until it has ended."""
         self.kill()
         await self._process.wait()
 
@@ -123,13 +129,14 @@ class Worker:
         with contextlib.suppress(EOFError, OSError, ValueError, TypeError, LookupError):
             while True:
                 message = await _message(self._process.stdout)
-                if (answer := self._asked.get(message["id"])) and not answer.done():
-                    answer.set_result(self._as_answer(message))
+                answer = self._pending.get(message["id"])
+                if answer and not answer.done():
+                    answer.set_result(self._read_answer(message))
         self.has_ended = True
-        self._give_up(error_of_exit(await _end(self._process)))
+        self._fail_pending(error_of_exit(await _end(self._process)))
 
-    def _give_up(self, ended: WorkerEnded) -> None:
-        for answer in self._asked.values():
+    def _fail_pending(self, ended: WorkerEnded) -> None:
+        for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(WorkerEnded(str(ended), ended.ended_itself, ended.code))
 
@@ -137,46 +144,47 @@ class Worker:
 def is_suspended(pid: int) -> bool:
     """Whether a process is stopped, by SIGSTOP or a debugger."""
     try:
-        # The name, in parentheses, may contain some itself.
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return False
-    return state in ("T", "t")
+    # The state follows the name of the process, which is in parentheses and may contain some.
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 async def _message(reader: asyncio.StreamReader) -> Any:
-    """Next message of a worker. EOFError: there is none any more. ValueError: it is none of
-    ours."""
+    """Next message of a worker. EOFError: it has closed its pipe. ValueError: the message is
+    invalid."""
     try:
-        return json.loads(
-            await reader.readexactly(frames.read_size(await reader.readexactly(frames.HEAD.size)))
-        )
+        head = await reader.readexactly(frames.HEAD.size)
+        body = await reader.readexactly(frames.read_size(head))
     except asyncio.IncompleteReadError:
         raise EOFError from None
+    return json.loads(body)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill it, and its whole process group: what it has started may have outlived it."""
+    """Kill the process group of a worker, because its child processes may outlive it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _end(process: asyncio.subprocess.Process) -> int:
-    """Kill the process, if it has not ended by itself. Returns its exit code."""
+    """Kill the process unless it has ended. Returns its exit code."""
     _kill(process)
     return await process.wait()
 
 
 def worker_environment() -> dict[str, str]:
-    """Environment of the workers of this process."""
+    """Environment for the workers of this process."""
     return clean_environment() | {PARENT: str(os.getpid())}
 
 
 def error_of_exit(code: int) -> WorkerEnded:
-    """Error of the requests to a worker that ended by itself with an exit ``code``."""
+    """Error of the requests to a worker that ended with exit ``code`` (negative for a signal)."""
     if code >= 0:
-        how = f"ended by exit code {code}"
+        text = f"ended by exit code {code}"
     else:
-        why = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
-        how = f"was ended by {signal.Signals(-code).name}{why}"
-    return WorkerEnded(how, True, code)
+        # The kernel's out-of-memory killer sends SIGKILL.
+        cause = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
+        text = f"was ended by {signal.Signals(-code).name}{cause}"
+    return WorkerEnded(text, True, code)

@@ -1,4 +1,4 @@
-"""Starts the workers of one kind of work, as long as that comes to something."""
+"""Starter of workers, which gives up after several failed starts in a row."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.net.workers.process import Message, Worker, WorkerEnded
 
-MOST_STARTS = 3
-"""Starts in a row that may come to nothing."""
+MAX_FAILED_STARTS = 3
+"""Failed starts in a row, at most."""
 
 
 class Starter:
-    """Starter of any number of workers."""
+    """Starts workers of one kind of work."""
 
     def __init__(
-        self, name: str, module: str, about: Message, read: Callable[[Message], Any]
+        self, name: str, module: str, setup: Message, read_answer: Callable[[Message], Any]
     ) -> None:
-        """``name``: of the work, in messages, such as `reward maths`; the others as `Worker.start`
-        has them."""
-        self._name, self._worker = name, (module, about, read)
+        """``name``: name of the work in messages, such as `reward maths`. The other arguments are
+        those of `Worker.start`."""
+        self._name, self._arguments = name, (module, setup, read_answer)
         self._failed = 0
 
     async def start(self) -> Worker:
-        """A worker. ConfigError: it cannot do this work. RelaxError: too many in a row did not
-        begin."""
+        """A new worker. ConfigError: it cannot do this work. RelaxError: too many starts in a row
+        have failed."""
         while True:
             try:
-                worker = await Worker.start(*self._worker)
+                worker = await Worker.start(*self._arguments)
             except WorkerEnded as ended:
                 self._failed += 1
-                if self._failed >= MOST_STARTS:
+                if self._failed >= MAX_FAILED_STARTS:
                     text = (
                         f"a worker for {self._name} {ended} while it started, {self._failed} "
                         "times in a row"
