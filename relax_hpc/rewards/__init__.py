@@ -1,9 +1,9 @@
 """Rewards: functions of a prompt group, or of one response, found by name.
 
-A function whose parameter is called `samples` gets all samples of a prompt and gives a list; any
-other gets one and gives one. Each value is a number, or a mapping of components, by name, with the
-`total` among them. `async def` is as good as `def`. `relax_hpc.rewards.scoring` calls them,
-`relax_hpc.rewards.placement` says in which process.
+A function whose parameter is called `samples` gets all samples of a prompt and returns a list. Any
+other function gets one sample and returns one value. Each value is a number, or a mapping of
+component names to numbers that includes `total`. A function may be `def` or `async def`.
+`relax_hpc.rewards.scoring` calls the functions; `relax_hpc.rewards.placement` chooses the process.
 """
 
 from __future__ import annotations
@@ -26,28 +26,25 @@ from relax_hpc.rewards.words import exact, f1
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """Sample as a reward sees it."""
+    """A sample, the input of a reward."""
 
     prompt: str
     answer: str
     response_text: str
     """Response as text, without special tokens."""
     finish_reason: str
-    """End of the response, of several the last one: stop
-     length
-     abort."""
+    """How the response ended; of several responses, the last one: stop, length or abort."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Fields of the prompt's line besides these."""
+    """All other fields of the prompt's line."""
     rows: list[list[str]] = field(default_factory=list)
-    """Prompt and response of each row of an episode of several, without special tokens; the last
-    response is `response_text`. Empty: there is one row."""
+    """[prompt, response] of each row, without special tokens, if the episode has several rows. The
+    last response is `response_text`. Empty: the episode has one row."""
     turns: list[dict[str, Any]] = field(default_factory=list)
-    """Turns of an episode against an environment, row by row: {"by": policy or environment, "row",
-    "text"}; the last response of the policy is `response_text`. Empty: it was played against
-    none."""
+    """Turns of an episode with an environment, row by row: {"by": policy or environment, "row",
+    "text"}. The last response of the policy is `response_text`. Empty: no environment."""
     environment: dict[str, Any] = field(default_factory=dict)
-    """Words of its environment on such an episode: `info`, `reward` (None: it has none); and
-    `ended`: why it did."""
+    """Results of the environment: `info`; `reward` (None: it gave none); `ended`, the reason why
+    the episode ended. Empty: no environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +54,23 @@ class Score:
     total: float
     """Reward that is learned from; fits float32."""
     components: dict[str, float] = field(default_factory=dict)
-    """Components of the reward on the sample: for metrics, and for who reads samples."""
+    """Components of the reward, for metrics and for readers of samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardError:
-    """A reward that could not be had; `reason` names a drop counter, `detail` is for the log."""
+    """A failed reward; `reason` names a drop counter, `detail` is for the log."""
 
     reason: str
-    """Reason: reward_exception
-     reward_not_a_number
-     reward_not_finite
-     reward_wrong_count
-     reward_timeout
-     reward_died
-     reward_away."""
+    """reward_exception | reward_not_a_number | reward_not_finite | reward_wrong_count |
+    reward_timeout | reward_died | reward_away."""
     detail: str
     origin: ErrorOrigin = field(default=NO_ORIGIN, compare=False)
-    """Place in the reward's code, of an exception or of a call that took too long."""
+    """Line in the reward's code that raised an exception, or that ran when the time was over."""
 
 
 Scores = list[Score] | RewardError
-"""Scores of a prompt group, or why there are none."""
+"""Scores of a prompt group, or the error of its reward."""
 Reward = Callable[..., Any]
 
 REWARDS: dict[str, Reward | str] = {
@@ -98,51 +90,53 @@ REWARDS: dict[str, Reward | str] = {
     "remote": "relax_hpc.rewards.remote:Remote",
     "judge": "relax_hpc.rewards.judge:Judge",
 }
-"""Rewards that are built in, by name. Of a class an instance, made with the settings, is the
-reward. Those that only say where they lie are computed in reward workers: they may take long, or
-want what only the main thread has."""
+"""Built-in rewards by name. For a class, an instance made with the settings is the reward. Rewards
+that are given as an import path run in reward workers, because they may take long, or must run in
+the main thread."""
 COMPOSED: dict[str, Reward | str] = {
     "weighted": "relax_hpc.rewards.composed:Weighted",
     "by_row": "relax_hpc.rewards.composed:ByRow",
 }
-"""Rewards that are made of others, see `relax_hpc.rewards.placement`: no functions of samples."""
+"""Rewards that are composed of other rewards, see `relax_hpc.rewards.placement`. They are not
+functions of samples."""
 
 
 def get_reward(name: str, settings: RewardSettings | None = None) -> Reward:
     """The reward called `name`: built in, or imported from `package.module:function`.
 
-    Of `package.module:Class` an instance is the reward, of `package.module:Class.method` that
-    method of one. ConfigError: there is none.
+    `package.module:Class` means an instance of the class, `package.module:Class.method` the method
+    of an instance. ConfigError: the reward does not exist, or cannot be made.
     """
-    found, method = find_reward(name)
+    definition, method = find_reward(name)
     if name in COMPOSED:
         raise ConfigError(
-            f"reward: {name!r}: is made of others, by relax_hpc.rewards.placement.make_rewards"
+            f"reward: {name!r}: is composed of others, by relax_hpc.rewards.placement.make_rewards"
         )
-    given = () if ":" in name else (settings or RewardSettings(),)
+    arguments = () if ":" in name else (settings or RewardSettings(),)
     try:
-        made = found(*given) if isinstance(found, type) else found
+        instance = definition(*arguments) if isinstance(definition, type) else definition
     except RelaxError:
         raise
     except Exception as error:  # a user's class may raise anything
         text = f"reward: {name!r}: cannot be made: {describe_with_location(error)}"
         raise ConfigError(text) from error
-    reward = getattr(made, method) if method else made
+    reward = getattr(instance, method) if method else instance
     if not callable(reward):
         raise ConfigError(
-            f"reward: {name!r}: found {type(reward).__name__}, allowed: what can be called"
+            f"reward: {name!r}: found {type(reward).__name__}, allowed: a function, or an object "
+            "that can be called"
         )
     return reward
 
 
 def find_reward(name: str) -> tuple[Reward, str]:
-    """Reward that ``name`` names, not made yet, and the method of it that is meant. ConfigError:
-    there is none."""
-    # Module names have points too.
+    """The function or class that ``name`` refers to, and the name of a method, or empty.
+    ConfigError: it does not exist."""
+    # The name of the module may have dots, too.
     module, colon, attribute = name.partition(":")
     attribute, _, method = attribute.partition(".")
     whole = f"{module}{colon}{attribute}"
-    found = load_plugin("reward", whole, REWARDS | COMPOSED)
-    if method and not hasattr(found, method):
+    definition = load_plugin("reward", whole, REWARDS | COMPOSED)
+    if method and not hasattr(definition, method):
         raise ConfigError(f"reward: {name!r}: {whole!r} has no method {method!r}; define it there")
-    return found, method
+    return definition, method

@@ -1,5 +1,4 @@
-"""Rewards of tasks whose answer is known: the response is compared with it character by
-character."""
+"""Rewards that compare a response with the known answer, character by character."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ if TYPE_CHECKING:
 
 
 def answer_partial(sample: RewardInput) -> float:
-    """Share of positions that hold the right character, over the longer text; 0 unless the policy
-    stopped by itself.
+    """Share of the positions of the longer text that have the right character; 0 if the response
+    was cut off.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> answer_partial(RewardInput("4312?", "1234", "1243", "stop"))
@@ -24,5 +23,5 @@ def answer_partial(sample: RewardInput) -> float:
 
 
 def answer_exact(sample: RewardInput) -> float:
-    """Return 1 for exactly the answer, ended by the policy itself; else 0."""
+    """Return 1 if the response is exactly the answer and was not cut off; else 0."""
     return float(sample.finish_reason == "stop" and sample.response_text == sample.answer)

@@ -1,10 +1,10 @@
-r"""Reward of multiple-choice questions: whether a response chooses the answer's letter, and no
-other one.
+r"""Reward of multiple-choice questions: whether a response chooses the letter of the answer, and no
+other letter.
 
-The choice of a response is, in this order, the content of its last `\boxed{...}`, the letter of its
-last statement ("answer is B", "answer: B", "#### B", "B is correct", "I choose B", "答案是B"), its
-last line if that is a letter, or its first line if that is a letter or the label of an option. A
-response that offers several letters there has not chosen.
+The choice of a response is the first of these that it has: the content of its last `\boxed{...}`;
+the letter of its last statement ("answer is B", "answer: B", "#### B", "B is correct", "I choose
+B", "答案是B"); its last line, if that is a letter; its first line, if that is a letter or the label
+of an option. If it offers several letters there, it has no choice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _VERDICT = re.compile(
     r"|is the (?:correct |right |best )?(?:answer|choice)\b)",
     re.MULTILINE,
 )
-"""Statement that an option is right, at the beginning of a sentence: behind "if" it is none."""
+"""Statement that an option is right. It begins a sentence: after "if" it would be a condition."""
 _CONCLUSION = re.compile(
     r"(?:(?:^|[.!?]\s+)(?i:(?:I (?:think|believe) )?it(?:'s|\u2019s| "
     r"is)|so|thus|therefore|hence)[ ,]+"
@@ -75,24 +75,24 @@ _SECOND_LETTER = re.compile(
     rf"[ ,:(\[{{]*+)+[A-Z]{_NO_WORD}"
     rf"|[.?!)\]}} ]*(?:(?i:or|maybe|perhaps|possibly|alternatively)\b[ ,:(\[{{]*)+[A-Z]{_NO_WORD}"
 )
-"""Another letter that is offered directly behind the first one."""
+"""Another letter that is offered directly after the first one."""
 _ONLY_LETTERS = re.compile(rf"[\W_]*(?:[A-Z]{_NO_WORD}[\W_]*)+")
 _CHANGE_OF_MIND = re.compile(
     r"\b(?i:or|maybe|perhaps|possibly|could|alternatively|actually|wait|instead|but|however|no|not"
     rf"|rather|also|sorry)\b[^.\n]{{0,40}}?{_LETTER}"
 )
-"""Another letter behind a first line that is a letter."""
+"""Another letter after a first line that is a letter."""
 _ARTICLE_BEHIND = re.compile(
     r" (?!(?:because|since|as|for|due|with|which|is|that|given|based|so|and|or|but|not|rather|from"
     r"|if|when)\b)[a-z]"
 )
-"""Text behind a capital A or I that makes it a word of a sentence."""
+"""Text after a capital A or I that shows that it is a word of a sentence."""
 
 
 def multiple_choice(sample: RewardInput) -> float:
-    """1 if the response chooses the answer's letter, else 0; also if it was cut off before its end.
+    """1 if the response chooses the answer's letter and was not cut off, else 0.
 
-    ValueError: the right answer is no letter.
+    ValueError: the right answer is not a letter.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> multiple_choice(RewardInput("?", "B", "A is too small, so the answer is (B).", "stop"))
@@ -127,7 +127,7 @@ def choice_of(text: str) -> str:
 
 
 def _in_lines(lines: list[str]) -> str:
-    """The letter that the last of ``lines`` is, or that the first one is or labels."""
+    """The letter that is the last of ``lines``, or that is the first one or its label."""
     if not lines:
         return ""
     letters = [_chosen_in(line) for line in lines]
@@ -152,8 +152,8 @@ def _plain(text: str) -> str:
 
 
 def _chosen_in(content: str) -> str:
-    """The letter that ``content`` is, or the label of the option that it repeats; empty if there is
-    no such letter."""
+    """The letter that ``content`` consists of, or the label of the option that it repeats; empty if
+    it is neither."""
     match = _CHOSEN.match(content)
     if not match:
         return ""
@@ -165,7 +165,7 @@ def _chosen_in(content: str) -> str:
 
 
 def _unless_second(match: re.Match[str]) -> str:
-    """The letter of ``match``; empty if the line offers another letter behind it."""
+    """The letter of ``match``; empty if the line offers another letter after it."""
     following = match.string[match.end() :].partition("\n")[0]
     if _SECOND_LETTER.match(following) or _ONLY_LETTERS.fullmatch(following):
         return ""

@@ -1,8 +1,9 @@
-"""Reward of programs that the policy writes: the tests that they pass, run in a jail.
+"""Reward of programs that the policy writes: the tests that they pass in a jail.
 
-The tests are the column `tests` of a prompt's line: a list of {"input", "output"}, the text that a
-program reads and the text that it has to print, or a text of Python, such as assertions. Tests in
-Python run in a process that the program cannot reach, see `code_sides`.
+The column `tests` of a prompt's line has one of two forms. In a list of {"input", "output"}, each
+entry has the text that a program reads, and the text that it has to print. Or it is a text of
+Python, such as assertions, which runs in a process that the program cannot reach, see
+`code_sides`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Pair = tuple[str, str]
 """Text that a program reads, and text that it has to print."""
 _CALLING_FORMS = ("functional", "function", "function_call", "call_based", "method")
-"""Names that data sets give to tests whose input is the arguments of a function."""
+"""Names in data sets for tests whose input is the arguments of a function."""
 _MAIN = """import os, sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from code_sides.{side} import main
@@ -38,15 +38,17 @@ main({path!r})
 
 
 class Code:
-    """1 if the program of a response passes all its tests, else 0; or the share that it passes.
+    """1 if the program of a response passes all its tests, else 0; with `reward.code.share` the
+    share of the tests that it passes.
 
-    The component `passed` is the share of the tests that were run. `objects` is 1 if tests in
-    Python compared an object of the program, which equals nothing else. OSError: a program could
-    not begin. ValueError, TypeError: the prompt has no tests, or they cannot run.
+    The component `passed` is the passed share of the tests that were run. `objects` is 1 if tests
+    in Python compared an object of the program, which is unequal to any other object. OSError: a
+    program could not be started. ValueError, TypeError: the prompt has no tests, or they cannot
+    run.
     """
 
     def __init__(self, settings: RewardSettings) -> None:
-        """ConfigError: programs cannot be kept apart on this machine."""
+        """ConfigError: programs cannot be isolated on this machine."""
         self._settings = settings.code
         self._jail = Jail(settings.code)
 
@@ -88,7 +90,8 @@ class Code:
         return {"total": passed, "passed": passed, "objects": float(verdict.get("objects", False))}
 
     def _two_processes(self, program: str, tests: str, left_s: float) -> dict[str, Any]:
-        """Verdict of the process of the tests; empty without one. OSError: it could not begin."""
+        """Verdict of the process of the tests; empty if the time was over. OSError: it could not be
+        started."""
         program_files = {
             "main.py": _MAIN.format(side="program", path="program.py"),
             "program.py": program,
@@ -102,7 +105,7 @@ class Code:
         try:
             return json.loads(line) if line else {}
         except ValueError:
-            raise OSError(f"the tests could not begin: {ran.output[-500:]}") from None
+            raise OSError(f"the tests could not be started: {ran.output[-500:]}") from None
 
     def _same_process(self, program: str, tests: str, left_s: float) -> dict[str, Any]:
         """Verdict of tests that run in the process of the program, which can forge it."""
@@ -113,21 +116,22 @@ class Code:
 
 
 def _pairs(tests: Any) -> list[Pair]:
-    """Inputs and outputs of ``tests``. ValueError, TypeError: it has none."""
+    """Inputs and outputs of ``tests``. ValueError, TypeError: they have another form."""
     if not isinstance(tests, list) or not tests:
         allowed = 'a list of {"input", "output"}, or Python'
         raise ValueError(f"tests: found {str(tests)[:100]!r}, allowed: {allowed}")
     for test in tests:
         _check_form(test)
     pairs = [(test["input"], test["output"]) for test in tests]
-    if not all(isinstance(text, str) for pair in pairs for text in pair):
-        raise TypeError("tests: found an input or output that is no text")
+    for text, expected in pairs:
+        if not isinstance(text, str) or not isinstance(expected, str):
+            raise TypeError("tests: found an input or output that is no text")
     return pairs
 
 
 def _check_form(test: Any) -> None:
-    """ValueError: ``test`` calls a function, as tests of some data sets do, and is no input of a
-    program."""
+    """ValueError: ``test`` calls a function, as in some data sets, instead of giving a program its
+    input."""
     if not isinstance(test, dict):
         return
     for key in ("testtype", "type"):
@@ -140,8 +144,8 @@ def _check_form(test: Any) -> None:
 
 
 @cache
-def _side_files() -> Mapping[str, str]:
-    """Modules of `code_sides`, by their names in a jail."""
+def _side_files() -> dict[str, str]:
+    """Texts of the modules of `code_sides`, by their paths in a jail."""
     folder = Path(code_sides.__path__[0])
     paths = sorted(folder.glob("*.py"))
     return {f"{folder.name}/{path.name}": path.read_text(encoding="utf-8") for path in paths}

@@ -1,7 +1,8 @@
-"""Rewards made of others: a weighted sum, and a choice by the prompt's line.
+"""Rewards that are composed of others: a weighted sum, and a choice by the prompt's line.
 
-Each part is computed where it would be alone, all parts at a time; one that fails fails the prompt
-group, and never counts as 0."""
+Each inner reward runs in the process in which it would run outside of a composition, and all of
+them run concurrently. If one fails, the prompt group fails: a failure never counts as 0.
+"""
 
 from __future__ import annotations
 
@@ -21,63 +22,65 @@ WEIGHTED, BY_ROW = "weighted", "by_row"
 
 
 class Weighted:
-    """Sum of rewards times their weights; `components` has each by its name, and theirs as
-    `name.theirs`."""
+    """Sum of rewards times their weights. `components` has the total of each reward under its name,
+    and its components under `name.component`."""
 
-    def __init__(self, parts: Mapping[str, tuple[float, Rewards]]) -> None:
-        self._parts = parts
+    def __init__(self, weighted: Mapping[str, tuple[float, Rewards]]) -> None:
+        """``weighted``: weight and reward by name."""
+        self._weights = [weight for weight, _ in weighted.values()]
+        self._rewards = {name: rewards for name, (_, rewards) in weighted.items()}
 
     async def start(self) -> None:
-        await asyncio.gather(*(part.start() for _, part in self._parts.values()))
+        await asyncio.gather(*(rewards.start() for rewards in self._rewards.values()))
 
     async def score(self, samples: Sequence[RewardInput]) -> Scores:
-        found = await asyncio.gather(*(part.score(samples) for _, part in self._parts.values()))
-        for name, scores in zip(self._parts, found, strict=True):
+        by_reward = await asyncio.gather(
+            *(rewards.score(samples) for rewards in self._rewards.values())
+        )
+        lists: list[list[Score]] = []
+        for name, scores in zip(self._rewards, by_reward, strict=True):
             if isinstance(scores, RewardError):
                 return RewardError(scores.reason, f"{name}: {scores.detail}", scores.origin)
-        return checked([self._sum(each) for each in zip(*found, strict=True)], len(samples))
+            lists.append(scores)
+        return checked([self._sum(row) for row in zip(*lists, strict=True)], len(samples))
 
     async def close(self) -> None:
-        await asyncio.gather(*(part.close() for _, part in self._parts.values()))
+        await asyncio.gather(*(rewards.close() for rewards in self._rewards.values()))
 
     def _sum(self, scores: Sequence[Score]) -> dict[str, float]:
-        """Weighted sum of one sample's ``scores`` by the parts, which are its components."""
-        weights = [weight for weight, _ in self._parts.values()]
-        values = {
-            TOTAL: _exact_sum(
-                [weight * score.total for weight, score in zip(weights, scores, strict=True)]
-            )
-        }
-        for name, score in zip(self._parts, scores, strict=True):
+        """Weighted sum of one sample's ``scores``, one for each reward, with its components."""
+        pairs = zip(self._weights, scores, strict=True)
+        values = {TOTAL: _exact_sum([weight * score.total for weight, score in pairs])}
+        for name, score in zip(self._rewards, scores, strict=True):
             values[name] = score.total
             values |= {f"{name}.{inner}": value for inner, value in score.components.items()}
         return values
 
 
 class ByRow:
-    """The reward that the prompt's line names, one for the whole prompt group."""
+    """The reward that a column of the prompt's line names, one for the whole prompt group."""
 
-    def __init__(self, column: str, parts: Mapping[str, Rewards]) -> None:
-        self._column, self._parts = column, parts
+    def __init__(self, column: str, rewards: Mapping[str, Rewards]) -> None:
+        """``rewards``: the reward for each value of the column."""
+        self._column, self._rewards = column, rewards
 
     async def start(self) -> None:
-        await asyncio.gather(*(part.start() for part in self._parts.values()))
+        await asyncio.gather(*(rewards.start() for rewards in self._rewards.values()))
 
     async def score(self, samples: Sequence[RewardInput]) -> Scores:
         value = samples[0].metadata.get(self._column)
-        if part := self._parts.get(value) if isinstance(value, str) else None:
-            return await part.score(samples)
-        found = "nothing" if value is None else repr(value)[:100]
-        return RewardError(
-            "reward_exception", f"{self._column}: found {found}, allowed: {', '.join(self._parts)}"
-        )
+        if isinstance(value, str) and value in self._rewards:
+            return await self._rewards[value].score(samples)
+        shown = "nothing" if value is None else repr(value)[:100]
+        allowed = ", ".join(self._rewards)
+        return RewardError("reward_exception", f"{self._column}: found {shown}, allowed: {allowed}")
 
     async def close(self) -> None:
-        await asyncio.gather(*(part.close() for part in self._parts.values()))
+        await asyncio.gather(*(rewards.close() for rewards in self._rewards.values()))
 
 
 def _exact_sum(terms: Sequence[float]) -> float:
-    """Sum of ``terms``, rounded once, so that their order does not matter; infinity if it is not
+    """Sum of ``terms``, rounded once, so that their order has no effect; infinity if the sum is not
     finite."""
     try:
         return math.fsum(terms)
@@ -88,24 +91,24 @@ def _exact_sum(terms: Sequence[float]) -> float:
 def parts_of(
     name: str, settings: RewardSettings, inside: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Parts of the reward called ``name``: configuration key and name of each that is not composed,
-    or key and empty where there is nothing, or where it would be a part of itself."""
+    """Configuration key and name of each reward in the reward ``name`` that is not composed itself.
+
+    The name is empty if a composed reward has no inner reward, or contains itself. ``inside``:
+    names of the composed rewards around this one.
+    """
     if name in inside:
         yield f"reward.{name}", ""
         return
     if name == WEIGHTED:
-        parts = {f"reward.weighted.{part}": part for part in settings.weighted}
+        inner_names = {f"reward.weighted.{inner}": inner for inner in settings.weighted}
     elif name == BY_ROW:
-        parts = {
-            f"reward.by_row.rewards.{value}": part
-            for value, part in settings.by_row.rewards.items()
-        }
+        choices = settings.by_row.rewards.items()
+        inner_names = {f"reward.by_row.rewards.{value}": inner for value, inner in choices}
     else:
         yield "", name
         return
-    if not parts:
+    if not inner_names:
         yield f"reward.{name}", ""
-    for key, part in parts.items():
-        yield from (
-            (inner or key, leaf) for inner, leaf in parts_of(part, settings, (*inside, name))
-        )
+    for key, inner_name in inner_names.items():
+        for inner_key, leaf in parts_of(inner_name, settings, (*inside, name)):
+            yield inner_key or key, leaf

@@ -1,14 +1,14 @@
 r"""DAPO's rule for mathematics (Q. Yu et al., arXiv 2503.14476, section 4.1): 1 for a right answer,
 -1 for any other.
 
-Prompts ask for a last line `Answer: ...`. Answers are compared as texts in a normal form, after
-that of Minerva (A. Lewkowycz et al., arXiv 2206.14858, appendix D): the text behind the last `=`,
-without units, words and typesetting, and fractions and roots with braces.
+Prompts ask for a last line `Answer: ...`. Answers are compared as texts in a normal form, which
+follows that of Minerva (A. Lewkowycz et al., arXiv 2206.14858, appendix D): the text after the last
+`=`, without units, words and typesetting, and fractions and roots with braces.
 
-Unlike the authors' code, it takes no notice of Markdown's emphasis and code, keeps a blank between
-two digits (`2 1/2` is not 21/2), removes commas from a number only where they separate thousands
-(`1,2` is not 12), keeps the text in front of `=` if that offers something else (`5 or x = 6`), and
-does not look into thoughts.
+There are five differences to the authors' code. Markdown's emphasis and code marks are ignored. A
+blank between two digits is kept (`2 1/2` is not 21/2). Commas are removed from a number only if
+they separate thousands (`1,2` is not 12). The text before `=` is kept if it offers another answer
+(`5 or x = 6`). Thoughts are not searched.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from relax_hpc.rewards.final_answer import boxed, final_text
 if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
-_LAST = 300
-"""Characters of a response at its end that are looked at."""
+_LAST_CHARS = 300
+"""Number of characters at the end of a response that are searched."""
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _INSIDE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|overline)\s*\{([^{}]*)\}")
 _UNITS = re.compile(
@@ -31,9 +31,9 @@ _UNITS = re.compile(
     re.IGNORECASE,
 )
 _EMPHASIS = re.compile(r"(?<![\w)\]}])\*\*(?:(.+?)\*\*)?|\*\*(?![\w(\[{\\.+-])")
-"""Markdown's emphasis, or one end of it; between two operands ** is a power."""
+"""Markdown's emphasis, or one end of it. Between two operands ** is a power."""
 _MARKDOWN = re.compile(r"`|\\[()\[\]]")
-"""Signs of code and of LaTeX around an answer."""
+"""Marks of code and of LaTeX around an answer."""
 _NOISE = re.compile(
     r"\\(?:left|right|[,;:! "
     r"%$])|\s(?!(?<=\d\s)\d)|[$%]|\\?\^\{?\\circ\}?|\\(?:dots|ldots|cdots)|\.$"
@@ -48,20 +48,20 @@ _ARTICLE = re.compile(r"\b(?:an?|the)\s+", re.IGNORECASE)
 
 
 def dapo(sample: RewardInput) -> dict[str, float]:
-    """1 or -1, and `acc`, 1 or 0, whatever ended the response.
+    """1 or -1, and `acc`, 1 or 0, also for a response that was cut off.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> dapo(RewardInput("?", "34", "2 * 17 = 34.\\nAnswer: $34$", "stop"))
     {'total': 1.0, 'acc': 1.0}
     """
-    text = _EMPHASIS.sub(r"\1", final_text(sample)[-_LAST:])
+    text = _EMPHASIS.sub(r"\1", final_text(sample)[-_LAST_CHARS:])
     answers = _ANSWER.findall(text)
     right = bool(answers) and normal_form(answers[-1]) == normal_form(sample.answer)
     return {"total": 1.0 if right else -1.0, "acc": float(right)}
 
 
 def normal_form(answer: str) -> str:
-    r"""``answer`` so that the same answer is the same text.
+    r"""Normal form of ``answer``: equal answers have equal normal forms.
 
     >>> normal_form(r"$x = \dfrac12$ cm"), normal_form("1,234 dollars")
     ('\\frac{1}{2}', '1234')

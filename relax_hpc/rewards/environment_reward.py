@@ -1,4 +1,4 @@
-"""Reward that an environment or an agent program gives its episode."""
+"""The reward that an environment or an agent program gives to its episode."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
 _DONE = "env_done"
-"""End of an episode that its environment or program has brought about."""
+"""Value of `ended` if the environment or program has ended the episode."""
 
 
 def environment(sample: RewardInput) -> float:
     """The last reward of the episode's environment or program.
 
-    Without one, an episode that has ended otherwise than by its environment or program has 0: it
-    ran into `max_turns` or a budget, or its program crashed. The policy has led there.
+    Without one the reward is 0 if something else has ended the episode: it reached `max_turns` or
+    a budget, or its program crashed. The policy is responsible for that.
 
-    ValueError: the environment was done, or the program has ended well, and gave none.
+    ValueError: the environment was done, or the program exited without an error, and gave no
+    reward.
     """
     reward = sample.environment.get("reward")
     if reward is not None:

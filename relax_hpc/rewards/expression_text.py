@@ -1,5 +1,4 @@
-r"""The expression that a response ends at, as text of LaTeX: a set, an equation, a matrix, or a
-number."""
+r"""The final expression of a response, as LaTeX text: a set, an equation, a matrix, or a number."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _TWO_VALUES = re.compile(
     r"\\(?:lor|vee|to|(?:long)?(?:left)?rightarrow|implies|iff)(?![A-Za-z])",
     re.IGNORECASE,
 )
-"""Signs between two expressions of which Math-Verify 0.9.0 reads the last one."""
+"""Signs between two expressions. Of these, Math-Verify 0.9.0 reads only the last one."""
 _EQUALITY = re.compile(r"=|\\equiv|\\approx|≈")
 _RELATION = re.compile(r"\s*(?:[<>≤≥≠]|\\(?:leq?|geq?|leqslant|geqslant|neq?|lt|gt)(?![A-Za-z]))")
 _QUALIFIER = re.compile(
@@ -60,14 +59,15 @@ _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True)
 _EXPONENT = re.compile(f"[{''.join(_RAISED)}]+")
 _ROOT = re.compile(r"√ ?(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))")
 _ROUNDING = 0.01
-"""Relative difference of two sides of an equation that rounding may explain, as in 1/3 = 0.33."""
+"""Relative difference of two sides of an equation that may be due to rounding, as in 1/3 = 0.33."""
 
 
 def final_expression(text: str) -> str:
-    r"""The expression that ``text`` ends at; empty if it ends at none, or offers several.
+    r"""The final expression of ``text``; empty if it has none, or offers several.
 
-    It is the content of the last box, the line behind the last `####`, the expression behind the
-    last "answer is", the last expression between signs of LaTeX, or the last number.
+    It is the first of these that the text has: the content of the last box, the line after the last
+    `####`, the expression after the last "answer is", the last expression between LaTeX marks, the
+    last number.
 
     >>> final_expression(r"So it is $\frac{1}{2}$."), final_expression("The answer is 2x + 1.")
     ('\\frac{1}{2}', '2x + 1')
@@ -76,15 +76,17 @@ def final_expression(text: str) -> str:
     """
     if BOX in text:
         return boxed(text).strip()
-    if line := gsm8k_line(text):
+    line = gsm8k_line(text)
+    if line:
         return line
     statements = list(STATEMENT.finditer(text))
-    return _stated(text[statements[-1].end() :]) if statements else _last(text)
+    if statements:
+        return _stated_expression(text[statements[-1].end() :])
+    return _last_expression(text)
 
 
 def latex_of(text: str) -> str:
-    r"""``text`` with signs of LaTeX in the place of those that Math-Verify 0.9.0 does not read, or
-    reads in part.
+    r"""``text`` in which signs that Math-Verify 0.9.0 cannot read are replaced by LaTeX.
 
     >>> latex_of("2√3 + x²"), latex_of(r"0.\overline{3}")
     ('2\\sqrt{3} + x^{2}', '\\frac{3}{9}')
@@ -96,8 +98,8 @@ def latex_of(text: str) -> str:
 
 
 def is_bound(expression: str) -> bool:
-    r"""Whether ``expression`` is a relation without a left side, of which Math-Verify 0.9.0 reads
-    the right side.
+    r"""Whether ``expression`` is a relation without a left side. Math-Verify 0.9.0 would read only
+    its right side.
 
     >>> is_bound(r"\leq 5"), is_bound(r"x \leq 5")
     (True, False)
@@ -106,8 +108,7 @@ def is_bound(expression: str) -> bool:
 
 
 def is_qualified(expression: str) -> bool:
-    r"""Whether words in ``expression``, which Math-Verify 0.9.0 leaves out, make another value of
-    it.
+    r"""Whether ``expression`` has words that change its value. Math-Verify 0.9.0 ignores them.
 
     >>> is_qualified(r"5 \text{ or more}"), is_qualified(r"5 \text{ months}")
     (True, False)
@@ -116,7 +117,7 @@ def is_qualified(expression: str) -> bool:
 
 
 def contradicts_itself(expression: str) -> bool:
-    r"""Whether ``expression`` names two values, as `5 = 6` does.
+    r"""Whether ``expression`` has two values, such as `5 = 6`.
 
     >>> contradicts_itself("x = 5 = 6"), contradicts_itself(r"\frac{1}{3} = 0.333")
     (True, False)
@@ -134,31 +135,34 @@ def _exponent(match: re.Match[str]) -> str:
     return f"^{{{''.join(map(_RAISED.__getitem__, match[0]))}}}"
 
 
-def _stated(behind: str) -> str:
-    """Expression at the beginning of ``behind``, which stands behind "the answer is"."""
-    latex = _LATEX.search(behind)
-    before = behind[: latex.start()] if latex else ""
+def _stated_expression(following: str) -> str:
+    """Expression at the beginning of ``following``, the text after "the answer is"."""
+    latex = _LATEX.search(following)
+    before = following[: latex.start()] if latex else ""
     if latex and not re.search(r"\d", before) and not _SENTENCE_END.search(before):
-        return "" if _is_second(behind, latex.end()) else _content(latex)
-    if (number := read_statement(behind)) is not None:
+        return "" if _offers_another(following, latex.end()) else _content(latex)
+    number = read_statement(following)
+    if number is not None:
         return str(number)
-    clause = _SENTENCE_END.split(first_line(behind))[0].strip(" :*")
-    # A number here is one that the sentence takes back, such as "5. Or 6."
+    clause = _SENTENCE_END.split(first_line(following))[0].strip(" :*")
+    # `read_statement` has refused a number that stands here: the text takes it back, as in
+    # "5. Or 6."
     return "" if has_words(clause) or read_number(clause) is not None else clause
 
 
-def _last(text: str) -> str:
-    """The last expression of a ``text`` that marks none."""
+def _last_expression(text: str) -> str:
+    """The last expression of a ``text`` without a box, `####` or statement."""
     pieces = list(_LATEX.finditer(text))
     if pieces and not re.search(r"\d", text[pieces[-1].end() :]):
         between = text[pieces[-2].end() : pieces[-1].start()] if len(pieces) > 1 else "."
         return "" if _JOINS.fullmatch(between) else _content(pieces[-1])
-    if (number := last_number(text)) is not None:
+    number = last_number(text)
+    if number is not None:
         return str(number)
     return "" if has_words(text) else text.strip()
 
 
-def _is_second(text: str, start: int) -> bool:
+def _offers_another(text: str, start: int) -> bool:
     """Whether another expression or number is offered at ``start``."""
     joint = _JOINS.match(text, start)
     if not joint or not joint[0].strip():

@@ -1,4 +1,4 @@
-r"""The part of a response that answers: its last `<answer>` or `\boxed`, and never its thoughts."""
+r"""The final answer of a response: its last `<answer>` or `\boxed`, outside of its thoughts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
 _LAST_CHARS = 10_000
-"""Characters at the end of an answer that are read."""
+"""Number of characters at the end of an answer that are read."""
 BOX = "\\boxed"
 _THOUGHT = (
     r"</?(?:seed:)?(?:think|thinking|thought|reasoning) ?>|\[/?THINK\]|◁/?think▷"
@@ -18,14 +18,14 @@ _THOUGHT = (
 _THOUGHT_TAG = re.compile(_THOUGHT, re.IGNORECASE)
 _OPENED_BY_PROMPT = re.compile(rf"(?:{_THOUGHT})\s*\Z", re.IGNORECASE)
 _TAG_CHARS = 64
-"""Characters at the end of a prompt that can hold a tag and the white space behind it."""
+"""Length of the end of a prompt that is searched for a tag and the white space after it."""
 _JOINS_BOXES = re.compile(
     r"(?!.*\.\.)[ $.,;/&)(]*+(?:\\(?:text|quad|,|;| )|[{}]|(?:or|and|maybe|perhaps|possibly)\b|[ "
     r"$,])*",
     re.IGNORECASE,
 )
-"""Text between two boxes that are offered together: dots are a pause, behind which the second box
-corrects."""
+"""Text between two boxes that are offered together. Dots are not allowed in it: after a pause the
+second box is a correction of the first."""
 _ANSWER_OPENS = re.compile(r"<answer>", re.IGNORECASE)
 _ANSWER_CLOSES = re.compile(r"</answer>", re.IGNORECASE)
 
@@ -33,7 +33,7 @@ _ANSWER_CLOSES = re.compile(r"</answer>", re.IGNORECASE)
 def final_text(sample: RewardInput) -> str:
     """Text of a response without its thoughts.
 
-    A thought that is never closed reaches to the end of the response. A prompt may open the
+    A thought without a closing tag extends to the end of the response. The prompt may open the
     thought: many chat templates end with `<think>`.
 
     >>> from relax_hpc.rewards import RewardInput
@@ -82,7 +82,8 @@ def _closes(tag: re.Match[str]) -> bool:
 
 
 def answer_text(sample: RewardInput) -> str:
-    """Response without its thoughts: the content of its last `<answer>`, or else all of it.
+    """Response without its thoughts: the content of its last `<answer>`, or the whole text if it
+    has none.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> answer_text(RewardInput("2+2?", "4", "<think>5?</think>So: <answer>4</answer>", "stop"))
@@ -94,24 +95,24 @@ def answer_text(sample: RewardInput) -> str:
 
 
 def answer_end(sample: RewardInput) -> str:
-    """The last characters of `answer_text`: expressions that search for a mark take time over long
-    texts."""
+    """The last _LAST_CHARS characters of `answer_text`, because regular expressions are slow in
+    long texts."""
     return answer_text(sample)[-_LAST_CHARS:]
 
 
 def boxed(text: str) -> str:
-    r"""Content of the last `\boxed`; empty without a box, and if the box before it offers something
-    else.
+    r"""Content of the last `\boxed`; empty without a box, or if the box before it offers another
+    answer.
 
-    The content stands between braces that match, or is the word behind `\boxed`.
+    The content stands between matching braces, or is the word after `\boxed`.
 
     >>> boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}."), boxed(r"\boxed{1} or \boxed{2}")
     ('\\frac{1}{2}', '')
     """
-    before, box, behind = text.rpartition(BOX)
+    before, box, after = text.rpartition(BOX)
     if not box:
         return ""
-    content, _ = _split_box(behind)
+    content, _ = _split_box(after)
     _, has_earlier, earlier = before.rpartition(BOX)
     earlier_content, between = _split_box(earlier)
     if has_earlier and _JOINS_BOXES.fullmatch(between) and earlier_content != content:
@@ -119,15 +120,15 @@ def boxed(text: str) -> str:
     return content
 
 
-def _split_box(behind: str) -> tuple[str, str]:
-    """Content of a box, by the text behind `\\boxed`, and the text behind the box."""
-    behind = behind.lstrip()
-    if not behind.startswith("{"):
-        content, _, following = behind.partition(" ")
+def _split_box(text: str) -> tuple[str, str]:
+    """Content of a box, and the text after the box. ``text``: the text after `\\boxed`."""
+    text = text.lstrip()
+    if not text.startswith("{"):
+        content, _, following = text.partition(" ")
         return content, following
     depth = 0
-    for index, character in enumerate(behind):
+    for index, character in enumerate(text):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return behind[1:index], behind[index + 1 :]
-    return behind[1:], ""
+            return text[1:index], text[index + 1 :]
+    return text[1:], ""

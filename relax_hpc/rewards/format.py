@@ -1,4 +1,4 @@
-"""Reward of the form of a response, whatever it says."""
+"""Reward of the form of a response, independent of its content."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _TAG = re.compile(r"</?[A-Za-z][\w-]*>")
 
 
 class Format:
-    """1 if the whole response is as `reward.format.pattern` says, with each of its tags as often,
-    else 0.
+    """1 if the whole response matches `reward.format.pattern` and has each tag of the pattern as
+    often as the pattern; else 0.
 
     A thought that the prompt has opened counts as opened by the response.
 
@@ -39,7 +39,7 @@ class Format:
 
     def __call__(self, sample: RewardInput) -> float:
         response = sample.response_text.strip()
-        # Many chat templates end the prompt with <think>, which the policy then does not write.
+        # Many chat templates end the prompt with <think>, so that the response does not contain it.
         texts = (response, opened_by_prompt(sample) + response)
         return float(any(map(self._matches, texts)))
 

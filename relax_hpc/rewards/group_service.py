@@ -1,9 +1,9 @@
-"""A service of a group that has no fixed address: its servers publish their endpoints in the
-group's rendezvous folder.
+"""Client of a service whose servers are a group of the run. They have no fixed address, and publish
+their endpoints in the group's rendezvous folder.
 
-A process of the group may have died, and its port may belong to a stranger since. So both ends of a
-connection first prove that they hold the key of the endpoint file
-(`relax_hpc.net.transport.proof`), which is never sent.
+If a server has died, its port may belong to another user's process. So both ends of a connection
+first prove that they have the key of the endpoint file (`relax_hpc.net.transport.proof`). The key
+itself is never sent.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ PURPOSE = b"judge"
 """Purpose of the connections, see `relax_hpc.net.transport.proof`."""
 CONNECT_S = 5.0
 """Seconds for a server to accept a connection and to prove its identity."""
-_LOOK_S = 5.0
+_READ_AGAIN_S = 5.0
 """Seconds after which the endpoints are read again."""
 _SCHEME = "tcp://"
 
 
 class GroupService(Service):
-    """Asks the servers of the group, each time the one with the fewest questions; `Away` as soon as
-    one is gone."""
+    """Sends each request to the server of the group with the fewest open requests. Raises `Away` if
+    that server is gone."""
 
     def __init__(self, settings: ServiceSettings, folder: Path) -> None:
-        """``folder`` has the endpoints."""
+        """``folder``: contains the endpoints."""
         super().__init__(settings, "")
         self._folder = folder
         self._endpoints: list[Endpoint] = []
-        self._looked = 0.0
-        self._asked: Counter[str] = Counter()
+        self._read_at = 0.0
+        self._open_requests: Counter[str] = Counter()
         self._links: dict[Endpoint, asyncio.Task[CallLink]] = {}
 
     async def close(self) -> None:
@@ -60,7 +60,7 @@ class GroupService(Service):
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
         endpoint = self._next_endpoint()
-        self._asked[endpoint.url] += 1
+        self._open_requests[endpoint.url] += 1
         try:
             link = await self._link(endpoint)
             async with asyncio.timeout(self._settings.timeout_s):
@@ -68,14 +68,14 @@ class GroupService(Service):
         except PeerGone as gone:
             raise self._away(f"{endpoint.url}: {gone}") from gone
         except TimeoutError:
-            return 0, self._late
+            return 0, self._timeout_text
         finally:
-            self._asked[endpoint.url] -= 1
+            self._open_requests[endpoint.url] -= 1
         status, content = answer["status"], answer["body"]
         return status, parse_json(content) if status == 200 else content.decode(errors="replace")
 
     async def _link(self, endpoint: Endpoint) -> CallLink:
-        """An open connection to a server that has proven its identity. Away: there is none.
+        """An open connection to a server that has proven its identity. Away: it cannot be opened.
 
         Concurrent requests share one attempt, so that they do not wait for a dead node one after
         the other.
@@ -89,16 +89,16 @@ class GroupService(Service):
             raise self._away(f"{endpoint.url}: {error}") from error
 
     def _next_endpoint(self) -> Endpoint:
-        if not self._endpoints or time.monotonic() - self._looked > _LOOK_S:
-            self._endpoints, self._looked = read_endpoints(self._folder), time.monotonic()
+        if not self._endpoints or time.monotonic() - self._read_at > _READ_AGAIN_S:
+            self._endpoints, self._read_at = read_endpoints(self._folder), time.monotonic()
         if not self._endpoints:
-            raise Away(f"no server has said in {self._folder} where it is")
-        return min(self._endpoints, key=lambda endpoint: self._asked[endpoint.url])
+            raise Away(f"no server has published an endpoint in {self._folder}")
+        return min(self._endpoints, key=lambda endpoint: self._open_requests[endpoint.url])
 
-    def _away(self, why: str) -> Away:
-        # Others may be there by now.
+    def _away(self, cause: str) -> Away:
+        # The endpoints are read again for the next request: other servers may have started.
         self._endpoints = []
-        return Away(why)
+        return Away(cause)
 
 
 def _is_open(opening: asyncio.Task[CallLink]) -> bool:
@@ -109,7 +109,7 @@ def _is_open(opening: asyncio.Task[CallLink]) -> bool:
 
 
 async def open_endpoint(endpoint: Endpoint) -> CallLink:
-    """A connection to the server of ``endpoint``. OSError: nothing there proves that it is that
+    """A connection to the server of ``endpoint``. OSError: no process there proves that it is that
     server."""
     if not endpoint.url.startswith(_SCHEME):
         raise ConnectionError(

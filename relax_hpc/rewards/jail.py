@@ -1,8 +1,8 @@
-"""Runs untrusted programs, in namespaces or in a container, within limits.
+"""Jail for untrusted programs: they run in namespaces or in a container, within limits.
 
-A program sees the programs of the system and its interpreter, read-only, and an empty folder in
-memory. It sees no network, no files of the user and none of their processes. Its end is the end of
-all processes that it has started. What bounds its memory is in docs/reference/rewards.md.
+A program sees the system's programs and its interpreter, read-only, and an empty folder in memory.
+It has no network, and sees neither files nor processes of the user. When it ends, all processes
+that it has started end, too. Its memory limits are described in docs/reference/rewards.md.
 """
 
 from __future__ import annotations
@@ -46,46 +46,49 @@ _SYSTEM = (
     "/etc/localtime",
 )
 _FIRST_USER = 1 << 30
-"""First of the users that own nothing. Each program of root's runs as another one, so that its
-processes are counted alone."""
+"""First of the user ids that own nothing. If this process is root, each program gets another user
+id, so that the kernel counts its processes separately."""
 _RUNS = itertools.count()
 _MAX_OUTPUT = 16 << 20
 _MAX_REASON = 500
 _MAIN = "main.py"
 _ATTEMPTS = 3
-"""Attempts at a program that does not start, or that somebody outside of its jail kills."""
+"""Attempts to run a program that cannot be started, or that is killed from outside of its jail."""
 _EXIT_S = 0.5
-"""Seconds for a program to exit after the exit of the judge has ended its input."""
+"""Seconds for a program to exit after the exit of the judge has closed its input."""
 _PAUSE_S = 0.2
 """Seconds before the second attempt; twice as long before the third. The process table or the disk
-may be full."""
-_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Errors of a system that is short of processes, memory or files at the moment."""
+may be full for a moment."""
+_TEMPORARY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors of a system that lacks processes, memory or files for the moment."""
 Files = Mapping[str, str]
-"""Text of each file of a program by its name, which may be in one folder; `main.py` is run."""
+"""Text of each file of a program by its path, which may have one folder; `main.py` is run."""
 _PROBE, _PROBED = "import sys; print(sys.stdin.read()[::-1])", "well"
 _PROBE_S = 60.0
-"""Seconds for the interpreter to be read from a shared filesystem, the first time."""
+"""Seconds for the first start of the interpreter, which may be on a shared filesystem."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """Result of a program."""
 
     code: int
-    """Exit code; 128 and a signal's number if that ended it."""
+    """Exit code; if a signal ended the program, 128 + its number."""
     output: str
-    """Output that it printed, up to 16 MiB."""
+    """Output of the program, up to 16 MiB."""
     in_time: bool
+
+
+Ran = ProgramResult  # Name in release 0.1.
 
 
 class Jail:
     """Jail that runs one program after the other."""
 
     def __init__(self, settings: CodeSettings, key: str = "reward.code") -> None:
-        """``key``: of the settings, in messages. ConfigError: programs cannot be kept apart on this
-        machine. RelaxError: no program can be run now; its processes were killed, or memory is
-        short."""
+        """``key``: name of the settings in messages. ConfigError: programs cannot be isolated on
+        this machine. RelaxError: no program can be run at the moment: its processes were killed, or
+        memory is short."""
         self._settings, self._key = settings, key
         if settings.image and not shutil.which(settings.apptainer):
             raise ConfigError(
@@ -100,31 +103,33 @@ class Jail:
             )
         self._probe()
 
-    def run(self, program: str, stdin: str, timeout_s: float, with_errors: bool = False) -> Ran:
+    def run(
+        self, program: str, stdin: str, timeout_s: float, with_errors: bool = False
+    ) -> ProgramResult:
         """Run the Python ``program`` with the text ``stdin`` as its standard input.
 
-        ``with_errors``: the output includes its standard error. Threads may share one object.
-        OSError: the program could not start, or somebody outside of its jail killed it, three
-        times.
+        ``with_errors``: the output includes standard error. Threads may share one object. OSError:
+        in each of three attempts, the program could not be started, or was killed from outside of
+        its jail.
         """
 
-        def run() -> Ran:
+        def run() -> ProgramResult:
             with _sealed_file(stdin) as source, _memory_file() as output:
                 errors = subprocess.STDOUT if with_errors else subprocess.DEVNULL
                 with self._start({_MAIN: program}, (source, output, errors), timeout_s) as process:
                     code = process.wait(timeout_s)
-                return Ran(code or 0, _text_of(output), code is not None)
+                return ProgramResult(code or 0, _read_text(output), code is not None)
 
         return _attempt(run)
 
-    def run_pair(self, program: Files, judge: Files, timeout_s: float) -> Ran:
-        """Run two programs, each in a jail; two pipes connect their standard inputs and outputs.
+    def run_pair(self, program: Files, judge: Files, timeout_s: float) -> ProgramResult:
+        """Run two programs, each in a jail. Two pipes connect their standard inputs and outputs.
 
         The result is that of ``judge``: its exit code, and the text that it writes to standard
-        error. When it ends, the other program is killed. OSError: as `run`, of either program.
+        error. When it ends, the other program is killed. OSError: see `run`, for either program.
         """
 
-        def run() -> Ran:
+        def run() -> ProgramResult:
             with contextlib.ExitStack() as stack:
                 verdict = stack.enter_context(_memory_file())
                 to_program, from_judge = map(stack.enter_context, _pipe())
@@ -133,17 +138,17 @@ class Jail:
                 running = stack.enter_context(self._start(program, pipes, timeout_s))
                 pipes = (to_judge, from_judge, verdict)
                 judging = stack.enter_context(self._start(judge, pipes, timeout_s))
-                # A program sees the end of its input only when no process holds the other end.
+                # A program sees the end of its input only if no process holds the other end open.
                 for end in (to_program, from_judge, to_judge, from_program):
                     end.close()
                 code = judging.wait(timeout_s)
                 if code is not None:
-                    # A program that was killed may have ended the judge before its own exit is
-                    # known.
+                    # If the program was killed, the judge may have ended because of that, before
+                    # the program's own exit is known here.
                     running.check(_EXIT_S)
                 if code == 128 + signal.SIGKILL:
                     raise OSError("the process of the tests was killed")
-                return Ran(code or 0, _text_of(verdict), code is not None)
+                return ProgramResult(code or 0, _read_text(verdict), code is not None)
 
         return _attempt(run)
 
@@ -151,12 +156,13 @@ class Jail:
     def _start(
         self, files: Files, streams: tuple[Any, Any, Any], timeout_s: float
     ) -> Iterator[_Started]:
-        """Start the program ``files`` with standard ``streams``; the end of the context kills it.
+        """Start the program ``files`` with standard ``streams``. At the end of the context it is
+        killed.
 
-        OSError, also at the end of the context: it could not start.
+        OSError, also at the end of the context: it could not be started.
         """
         settings, is_apart = self._settings, not (self._settings.weak or self._settings.image)
-        # The files and the output are in memory, too.
+        # The program's files and its output are also in memory, each up to `disk_mb`.
         memory_mb = settings.memory_mb + 2 * settings.disk_mb
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="relax-program-"))
@@ -168,10 +174,10 @@ class Jail:
             failures = stack.enter_context(os.fdopen(read_fd))
             passed = [] if settings.image else [fd for fd in (failure_fd, cgroup_fd) if fd >= 0]
             try:
-                # Not one of relax_hpc.net.workers: untrusted code has these three streams and could
-                # write messages of that protocol. bubblewrap is the process that is started here.
+                # Not a worker of relax_hpc.net.workers: untrusted code has these three streams, and
+                # could write messages of that protocol.
                 process = subprocess.Popen(
-                    self._words(folder, failure_fd, cgroup_fd, timeout_s),
+                    self._command(folder, failure_fd, cgroup_fd, timeout_s),
                     stdin=streams[0],
                     stdout=streams[1],
                     stderr=streams[2],
@@ -191,12 +197,13 @@ class Jail:
                 yield started
             finally:
                 started.kill()
-            if failure := failures.read():
+            failure = failures.read()
+            if failure:
                 number, _, text = failure.partition(" ")
                 raise NotStarted(int(number), text)
 
-    def _words(self, folder: str, failure_fd: int, cgroup_fd: int, timeout_s: float) -> list[str]:
-        """Words of the command that starts a program, see `jail_entry`."""
+    def _command(self, folder: str, failure_fd: int, cgroup_fd: int, timeout_s: float) -> list[str]:
+        """Command that starts a program, see `jail_entry`."""
         settings = self._settings
         if not settings.image:
             interpreter = find_interpreter(settings.python, f"{self._key}.python")
@@ -220,7 +227,7 @@ class Jail:
         return [settings.apptainer, "exec", *apart, *binds, settings.image, *entry]
 
     def _order(self, interpreter: Interpreter, timeout_s: float) -> dict[str, Any]:
-        """Order to `jail_entry`, without the entries that depend on how that is started."""
+        """Settings for `jail_entry`, without the entries that depend on how it is started."""
         architecture = self._architecture
         return {
             "words": [interpreter.path, "-I", _MAIN],
@@ -235,36 +242,35 @@ class Jail:
         }
 
     def _probe(self) -> None:
-        """Run a program. ConfigError: this machine runs none. RelaxError: it may run one later."""
+        """Run a test program. ConfigError: this machine cannot run programs. RelaxError: it cannot
+        run one at the moment."""
         try:
             problem = self._try_program()
         except OSError as error:
             problem = error.strerror or str(error)
-            if not isinstance(error, NotStarted) or error.errno in _PASSING:
+            if not isinstance(error, NotStarted) or error.errno in _TEMPORARY:
                 raise RelaxError(
                     f"{self._key}: no program could be run on {os.uname().nodename}: "
                     f"{problem[:_MAX_REASON]}"
                 ) from error
         if problem:
             raise ConfigError(
-                f"{self._key}: no program can be kept apart on {os.uname().nodename}: "
+                f"{self._key}: no program can be isolated on {os.uname().nodename}: "
                 f"{problem[:_MAX_REASON]}; the site has to allow user namespaces "
                 "(kernel.unprivileged_userns_clone, user.max_user_namespaces), or set "
                 f"{self._key}.image, or {self._key}.weak: true"
             )
 
     def _try_program(self) -> str:
-        """Reason why a program that prints does not do that here; empty: it does. OSError: as
-        `run`, or too slow."""
+        """Why the test program does not print its output here; empty: it does. OSError: see `run`,
+        or the program is too slow."""
         for _ in range(_ATTEMPTS):
-            ran = self.run(_PROBE, _PROBED[::-1], _PROBE_S)
-            if ran.in_time:
-                return (
-                    ""
-                    if ran.output.strip() == _PROBED
-                    else f"a program that prints was ended by code {ran.code}"
-                )
-        raise OSError(f"a program that prints did not end within {_PROBE_S:g} s")
+            result = self.run(_PROBE, _PROBED[::-1], _PROBE_S)
+            if result.in_time:
+                if result.output.strip() == _PROBED:
+                    return ""
+                return f"a test program ended with exit code {result.code}"
+        raise OSError(f"a test program did not end within {_PROBE_S:g} s")
 
 
 class NotStarted(OSError):
@@ -272,17 +278,17 @@ class NotStarted(OSError):
 
 
 class _Started:
-    """Program that was started in a jail."""
+    """A running program in a jail."""
 
     def __init__(self, process: subprocess.Popen[bytes], is_apart: bool) -> None:
-        """``is_apart``: it runs in its own namespaces, where it cannot kill the process that has
+        """``is_apart``: it runs in its own namespaces, in which it cannot kill the process that
         started it."""
         self._process, self._is_apart = process, is_apart
         self.memory = MemoryWatch()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Exit code of the program, 128 and a signal's number if that ended it; None if it does not
-        end within ``timeout_s``. OSError: as `check`."""
+        """Exit code of the program, or 128 + the number of the signal that ended it; None if it
+        does not end within ``timeout_s``. OSError: see `check`."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -291,8 +297,8 @@ class _Started:
         return code if code >= 0 else 128 - code
 
     def check(self, wait_s: float = 0.0) -> None:
-        """OSError: somebody outside of its jail has killed it, and not for its memory. ``wait_s``:
-        seconds for its exit."""
+        """OSError: it was killed from outside of its jail, and not because of its memory.
+        ``wait_s``: seconds to wait for its exit."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         code = self._process.poll()
@@ -309,9 +315,8 @@ class _Started:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _attempt(run: Callable[[], Ran]) -> Ran:
-    """Result of ``run``, which is called again if it raises OSError. OSError: it did so each
-    time."""
+def _attempt(run: Callable[[], ProgramResult]) -> ProgramResult:
+    """Result of ``run``, which is retried if it raises OSError. OSError: from the last attempt."""
     for number in range(1, _ATTEMPTS):
         try:
             return run()
@@ -334,7 +339,7 @@ def _pipe() -> tuple[BinaryIO, BinaryIO]:
     return os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb")
 
 
-def _text_of(file: Any) -> str:
+def _read_text(file: Any) -> str:
     file.seek(0)
     return file.read(_MAX_OUTPUT).decode(errors="replace")
 

@@ -1,11 +1,12 @@
-"""Start of a program in a jail. `jail` runs this file by its path, with the standard library alone.
+"""Start of a program in a jail. `jail` runs this file by its path; it only uses the standard
+library.
 
 Argument: JSON, see `jail.Jail._order`.
 
     jail --> this process --> init of the namespaces --> program
 
-The kernel kills all processes of a PID namespace with its init process. If the program cannot
-start, the reason goes to descriptor `failure_fd`, which is closed when it starts.
+When init ends, the kernel kills all processes of its PID namespace. If the program cannot be
+started, the reason is written to descriptor `failure_fd`, which is closed when the program starts.
 """
 
 import contextlib
@@ -38,22 +39,23 @@ _LOCKED = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 """Flag of statvfs -> flag of mount. A remount in a user namespace may not remove these flags."""
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _MOUNT_ATTRIBUTES = struct.pack("=4Q", _RDONLY | _NOSUID | _NODEV, 0, 0, 0)
-"""`struct mount_attr`: what is set, what is cleared, propagation, user namespace."""
+"""`struct mount_attr`: attributes to set, attributes to clear, propagation, user namespace."""
 _DETACH = 2
 _MAX_LINKS = 40
-"""Symbolic links on the way to a file, as in the kernel."""
+"""Maximum number of symbolic links on the way to a file, the same as in the kernel."""
 _DEVICES = ("null", "zero", "random", "urandom")
 _WRITABLE = ("box", "tmp", "dev/shm")
 """Folders that the program may write to. They are in one file system of `disk_mb`."""
 OWN_PROCESSES = 2
-"""Number of our own processes: this one and init. If no root has started them, the kernel counts
-them as processes of the program's user."""
-_COUNTS_ANEW = (5, 14)
-"""Linux from which on a new user namespace counts processes from 0 (commit 21d1c5e386bc)."""
+"""Number of processes around the program: this one and init. Unless root has started them, the
+kernel counts them as processes of the program's user."""
+_NAMESPACE_COUNTS = (5, 14)
+"""First Linux in which a new user namespace counts processes from 0 (commit 21d1c5e386bc)."""
 
 
 def main() -> None:
-    """Exit as the program does; if init was killed from outside, be killed too."""
+    """Exit with the program's exit code; if init was killed from outside, end by the same
+    signal."""
     order = json.loads(sys.argv[1])
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.umask(0o022)
@@ -81,22 +83,23 @@ def main() -> None:
 
 
 def _count_others() -> int:
-    """Processes and threads, without those of the program, that its limit of processes counts."""
+    """Number of other processes and threads that the kernel counts for the program's limit of
+    processes."""
     if os.geteuid() == 0:
-        # The program is another user's.
+        # The program will have another user id.
         return 0
-    if _kernel_version() >= _COUNTS_ANEW:
+    if _kernel_version() >= _NAMESPACE_COUNTS:
         return OWN_PROCESSES
-    # This process is among them, init does not exist yet.
+    # The threads of the user, including this process, and init, which does not exist yet.
     return count_threads(os.getuid()) + 1
 
 
 def count_threads(user: int) -> int:
-    """Threads of all processes of a user; more or fewer a moment later."""
+    """Number of threads of all processes of a user at this moment."""
     threads = 0
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
-            # It may have ended.
+            # The process may end at any moment.
             with contextlib.suppress(OSError):
                 if folder.stat().st_uid == user:
                     threads += sum(1 for _ in (folder / "task").iterdir())
@@ -109,14 +112,15 @@ def _kernel_version() -> tuple[int, int]:
 
 
 def _run_as_init(order: dict, processes: int) -> NoReturn:
-    """Run the program; exit as it does. Orphans become children of this process."""
-    # The kernel discards signals that its own processes send to init, unless that handles them.
-    # Python handles this one: it would print a traceback.
+    """Run the program, and exit with its exit code. Orphans of the program become children of this
+    process."""
+    # The kernel discards signals from the namespace to init, unless init handles them. Python
+    # handles SIGINT by default, and would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     program = os.fork()
     if program == 0:
-        # Out of the process group of the processes above: `kill(0, SIGKILL)` would end them as
-        # well.
+        # In a new process group: `kill(0, SIGKILL)` of the program would otherwise end init and
+        # the process above.
         os.setsid()
         _join_cgroup(order)
         _become_nobody(order)
@@ -130,17 +134,17 @@ def _run_as_init(order: dict, processes: int) -> NoReturn:
 
 
 def _join_cgroup(order: dict) -> None:
-    """Move this process into the control group that limits the program's memory, if there is
+    """Move this process into the control group that limits the program's memory, if `jail` has made
     one."""
     if order["cgroup_fd"] >= 0:
         os.write(order["cgroup_fd"], b"0")
 
 
 def start_program(order: dict, processes: int) -> NoReturn:
-    """Become the program, within its limits, of which the first has ``processes`` and others of its
-    user.
+    """Set the limits, and replace this process by the program.
 
-    They come last: the processes above would not meet them.
+    ``processes``: limit of the processes of the program's user. The limits are set only here,
+    because the processes above would exceed them.
     """
     megabyte = 1 << 20
     for name, limit in (
@@ -167,16 +171,15 @@ def start_program(order: dict, processes: int) -> NoReturn:
     }
     _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if order["filter"]:
-        # An empty keyring. If it cannot be had, for want of quota, the filter still refuses all
-        # calls for keys.
+        # Join a new, empty keyring. This may fail for lack of quota. The filter refuses all calls
+        # for keys in any case.
         _LIBC.syscall(order["keyctl"], _KEYCTL_JOIN_SESSION_KEYRING, None)
         _install_filter(bytes.fromhex(order["filter"]))
     os.execve(order["words"][0], order["words"], environment)
 
 
 def _install_filter(program: bytes) -> None:
-    """Have the kernel run the filter at each system call of this process, and of all that it
-    starts."""
+    """Install the filter for all system calls of this process and of its children."""
 
     class Program(ctypes.Structure):
         _fields_ = (("count", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
@@ -187,7 +190,7 @@ def _install_filter(program: bytes) -> None:
 
 def _enter_namespaces() -> None:
     user, group = os.geteuid(), os.getegid()
-    # Root needs no user namespace, and becomes another user later.
+    # Root needs no user namespace. It changes its user id later.
     _check(_LIBC.unshare(_NEW | (_NEW_USER if user else 0)), "unshare")
     if user:
         Path("/proc/self/setgroups").write_text("deny")
@@ -196,8 +199,8 @@ def _enter_namespaces() -> None:
 
 
 def _become_nobody(order: dict, files: Sequence[Path] = ()) -> None:
-    """Become a user who owns nothing but ``files``, and whose processes are counted alone, if this
-    is root."""
+    """If this is root, change to a user id that owns only ``files``, and whose processes the kernel
+    counts separately."""
     if os.geteuid() != 0:
         return
     try:
@@ -205,7 +208,7 @@ def _become_nobody(order: dict, files: Sequence[Path] = ()) -> None:
         os.setresgid(NOBODY, NOBODY, NOBODY)
     except PermissionError:
         if order["weak"]:
-            # A container's root without rights.
+            # Root in a container without the right to change ids.
             return
         raise
     for user in (order["user"], NOBODY):
@@ -214,7 +217,8 @@ def _become_nobody(order: dict, files: Sequence[Path] = ()) -> None:
                 os.chown(path, user, -1)
             os.setresuid(user, user, user)
             return
-        except OSError as error:  # a container's root does not have all users
+        except OSError as error:
+            # A container may map only some user ids.
             failure = error
     raise failure
 
@@ -234,7 +238,7 @@ def _make_root(order: dict) -> None:
         f"size={order['disk_mb']}m,nr_inodes=4096,mode=755",
     )
     shown = _show([Path(path) for path in order["show"]], root)
-    # The interpreter may be below them.
+    # After `_show`, because the interpreter may be below one of these folders.
     for name in _WRITABLE:
         (root / name).mkdir(parents=True, exist_ok=True)
         (root / name).chmod(0o1777)
@@ -254,9 +258,9 @@ def _make_root(order: dict) -> None:
 
 
 def _show_input(path: Path, disk_bytes: int) -> None:
-    """Write standard input, if it is a file, to ``path``, at most a quarter of ``disk_bytes``.
+    """Copy standard input to ``path`` if it is a file of at most a quarter of ``disk_bytes``.
 
-    Programs read /dev/stdin, which is a link to /proc on other systems: there is no /proc here.
+    Some programs read /dev/stdin. It is usually a link into /proc, which does not exist here.
     """
     status = os.fstat(0)
     if stat.S_ISREG(status.st_mode) and status.st_size <= disk_bytes // 4:
@@ -265,10 +269,10 @@ def _show_input(path: Path, disk_bytes: int) -> None:
 
 
 def _show(paths: list[Path], root: Path) -> list[Path]:
-    """Bind files and folders below ``root``, at their own paths; returns the mount points.
+    """Bind files and folders below ``root``, at their original paths. Returns the mount points.
 
     Symbolic links on the way to them stay links. File systems that are mounted below them are
-    hidden: they may have files of the user, which a program of the user's could read.
+    hidden: they may contain files of the user, which the program could read.
     """
     links: dict[Path, Path] = {}
     targets = {_follow_links(path, links) for path in paths}
@@ -299,8 +303,8 @@ def _depth(folders: list[Path], path: Path) -> int:
 
 
 def _follow_links(path: Path, links: dict[Path, Path]) -> Path:
-    """The path without symbolic links. Each link on the way is added to ``links``, with its
-    text."""
+    """The path without symbolic links. Each link on the way, with its target, is added to
+    ``links``."""
     pending, real = list(reversed(path.parts[1:])), Path("/")
     for _ in range(_MAX_LINKS + 1):
         while pending:
@@ -320,10 +324,10 @@ def _follow_links(path: Path, links: dict[Path, Path]) -> Path:
 
 def _hide_mounts_below(folder: Path) -> list[Path]:
     """Cover each file system that is mounted below ``folder`` by an empty one, and each mounted
-    file by an empty file.
+    file by an empty file. Returns the mount points.
 
-    A user namespace may not unmount them: they are locked to the mount above (mount_namespaces(7)).
-    Returns the mount points.
+    They cannot be unmounted in a user namespace, where they are locked to the mount above, see
+    mount_namespaces(7).
     """
     covered = list[Path]()
     for point in _mount_points_below(folder):
@@ -335,12 +339,12 @@ def _hide_mounts_below(folder: Path) -> list[Path]:
 
 def _cover(point: Path) -> None:
     try:
-        # Room for the folders above an interpreter that is shown there.
+        # The size suffices for the folders above an interpreter that is shown there.
         _mount("tmpfs", point, "tmpfs", _NOSUID | _NODEV, "size=64k,nr_inodes=1024,mode=755")
     except NotADirectoryError:
         _mount("/dev/null", point, None, _BIND)
     except PermissionError as error:
-        # A folder on the way there cannot be entered, so the program cannot get there either.
+        # A folder on the way there cannot be entered. The program cannot enter it either.
         if error.errno != errno.EACCES:
             raise
 
@@ -356,7 +360,8 @@ def _make_read_only(folder: Path) -> None:
     )
     if _LIBC.syscall(_MOUNT_SETATTR, *arguments) == 0:
         return
-    # Linux before 5.12 has no mount_setattr(2), and a remount concerns one mount alone.
+    # Linux before 5.12 has no mount_setattr(2). A remount changes only one mount, so that each
+    # mount below is remounted, too.
     for point in [folder, *_mount_points_below(folder)]:
         with _unless_unreachable():
             flags = os.statvfs(point).f_flag
@@ -368,7 +373,7 @@ def _mount_points_below(folder: Path) -> list[Path]:
     """Mount points below ``folder``, outer ones first."""
     points = set[Path]()
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        # Blanks, line breaks and backslashes are written as \040, \012 and \134.
+        # The kernel writes blanks, line breaks and backslashes as \040, \012 and \134.
         name = re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), line.split()[4])
         points.add(Path(os.fsdecode(name)))
     return sorted(point for point in points if point != folder and point.is_relative_to(folder))
@@ -376,10 +381,10 @@ def _mount_points_below(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _unless_unreachable() -> Iterator[None]:
-    """Ignore that a mount is hidden by another one, or in a folder that this user may not enter.
+    """Ignore the error if a mount is hidden by another one, or is in a folder that this user may
+    not enter. The program cannot reach such a mount.
 
-    The program cannot get there. ENOENT, EINVAL: there is nothing, or no mount, at the path of a
-    hidden mount.
+    ENOENT, EINVAL: at the path of a hidden mount is nothing, or no mount.
     """
     try:
         yield
@@ -402,15 +407,15 @@ def _check(result: int, call: str) -> None:
 
 
 def _release(order: dict) -> None:
-    """Close the program's streams here: they end with the program, and no traceback of ours gets
-    into them."""
+    """Close the program's streams in this process. They are then closed when the program ends, and
+    no traceback of this process is written to them."""
     for descriptor in (0, 1, 2, order["failure_fd"], order["cgroup_fd"]):
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
 
 def _fail(order: dict, error: Exception) -> NoReturn:
-    """Write the error's number, 0 if it has none, and its text, and exit."""
+    """Write the number of the error, or 0, and its text to `failure_fd`, and exit."""
     text = f"0 {type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.errno} {error.strerror}: {error.filename or ''}"

@@ -1,13 +1,13 @@
-"""Seccomp filter of programs in a jail: the system calls that they may not make.
+"""Seccomp filter for programs in a jail: the system calls that they may not make.
 
-Limits of a process (`setrlimit`) count its address space, its files and its processes. A program
-gets memory that none of them counts by other calls: memory files, System V segments, message
-queues, pages in pipes, rings of io_uring. It also reaches beyond its namespaces by some calls:
-keyrings, and sockets of virtual machines, belong to no namespace. The filter answers such a call
-with ENOSYS, as a kernel without the call does, so that libraries fall back to another call.
+Limits of a process (`setrlimit`) count its address space, its files and its processes. With other
+calls a program can allocate memory that these limits do not count: memory files, System V segments,
+message queues, pages in pipes, rings of io_uring. Some calls also reach beyond the namespaces of
+the program: keyrings and sockets of virtual machines belong to no namespace. For such a call the
+filter returns ENOSYS, like a kernel without the call, so that libraries fall back to another call.
 
-See seccomp(2), and Documentation/userspace-api/seccomp_filter.rst of Linux. libseccomp would make
-the same filter, but a container's interpreter does not have its bindings.
+See seccomp(2), and Documentation/userspace-api/seccomp_filter.rst of Linux. libseccomp could make
+the same filter, but the interpreter of a container does not have its bindings.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ _INSTRUCTION = struct.Struct("=HBBI")
 _LOAD, _EQUALS, _EXCEEDS, _HAS_BITS, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 """BPF_LD|BPF_W|BPF_ABS, BPF_JMP|BPF_JEQ, BPF_JMP|BPF_JGT, BPF_JMP|BPF_JSET, BPF_RET."""
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
-"""Offsets in `struct seccomp_data`; of an argument the lower half, on a little-endian machine."""
+"""Offsets in `struct seccomp_data`; for an argument, the lower half on a little-endian machine."""
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 """SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO, SECCOMP_RET_KILL_PROCESS."""
 _MAX_NUMBER = 456
-"""Newest call that was looked at: futex_requeue, of Linux 6.7. Later ones are refused until
-somebody has looked at them. So are the calls of the x32 ABI, whose numbers have bit 30 set."""
+"""Newest call that was reviewed: futex_requeue, of Linux 6.7. Later calls are refused until they
+are reviewed. Calls of the x32 ABI, whose numbers have bit 30 set, are refused, too."""
 _NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. `clone` takes no NEWTIME."""
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
-"""Families of sockets that belong to network namespaces, and that programs use. AF_VSOCK belongs to
-none."""
+"""Allowed families of sockets. They belong to network namespaces; AF_VSOCK, for one, does not."""
 _REFUSED = {
     # Memory that no limit of a process counts.
     "memfd_create": (319, 279),
@@ -51,8 +50,8 @@ _REFUSED = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # Other namespaces and other mounts. The flags of clone3 are in memory, where no filter reads
-    # them.
+    # Other namespaces and other mounts. The flags of clone3 are in memory, which a filter cannot
+    # read.
     "clone3": (435, 435),
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -78,7 +77,7 @@ _REFUSED = {
     "kcmp": (312, 272),
     "move_pages": (279, 239),
     "migrate_pages": (256, 238),
-    # Parts of the kernel that no test needs, and that had many faults.
+    # Parts of the kernel that no test needs, and that have had many vulnerabilities.
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -86,7 +85,7 @@ _REFUSED = {
     "syslog": (103, 116),
     "modify_ldt": (154, None),
 }
-"""Calls that are refused: their numbers on x86_64 and aarch64."""
+"""Refused calls -> their numbers on x86_64 and aarch64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Architecture:
     """Numbers of system calls on one kind of processor."""
 
     audit: int
-    """AUDIT_ARCH_... of linux/audit.h. A 32-bit call of the same processor has another one."""
+    """AUDIT_ARCH_... of linux/audit.h. A 32-bit call on the same processor has another value."""
     refused: tuple[int, ...]
     clone: int
     socket: int
@@ -169,5 +168,6 @@ def _answer(action: int) -> Sequence[Instruction]:
 
 
 def _refuse_if(test: int, constant: int, error: int) -> Sequence[Instruction]:
-    """Fail with ``error`` if the loaded number meets the test, else continue behind this."""
+    """Fail the call with ``error`` if the loaded number meets the test; else continue after these
+    instructions."""
     return [(test, 0, 1, constant), *_answer(_ERROR | error)]

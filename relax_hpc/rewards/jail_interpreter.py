@@ -1,7 +1,8 @@
-"""The files that a Python interpreter needs, without the files around it.
+"""The files that a Python interpreter needs.
 
 The prefix of an interpreter may be a home directory: `~/bin/python3` is a link there, or a Python
-was installed with `--prefix=$HOME`. So a jail shows parts of a prefix, never a whole one.
+was installed with `--prefix=$HOME`. A jail therefore shows some folders of a prefix, never the
+whole prefix.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _PARTS = ("pyvenv.cfg", "lib", "lib64", "share/zoneinfo")
 """Files and folders of a prefix: packages, shared libraries, and time zones of conda's
 interpreters."""
 _PARTS_OF_HOME = ("pyvenv.cfg", "lib*/python3*", "lib*/lib*.so*")
-"""The same if the prefix is the user's home, whose `lib` may have other files of the user."""
+"""The same if the prefix is the user's home, whose `lib` may contain other files of the user."""
 _QUESTION = """
 import json, sys
 prefixes = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
 print(json.dumps([sys.executable, prefixes]))
 """
 _START_S = 60.0
-"""Seconds for an interpreter to be read from a shared filesystem, the first time."""
+"""Seconds for the first start of an interpreter, which may be on a shared filesystem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,16 @@ class Interpreter:
 
     path: str
     parts: tuple[str, ...]
-    """Paths that it needs, itself included; they may be symbolic links, or lead over some."""
+    """Paths that it needs, including its own. They may be symbolic links, or contain some."""
 
 
 @functools.cache
 def find_interpreter(python: str, key: str) -> Interpreter:
-    """The interpreter that ``python`` names: a path, a name on PATH, or empty for the one of this
-    process.
+    """The interpreter that ``python`` names: a path, a name on PATH, or empty for the interpreter
+    of this process.
 
-    ``key``: of the setting, in messages. ConfigError: there is no such interpreter. OSError: it
-    could not be asked.
+    ``key``: name of the setting in messages. ConfigError: the interpreter does not exist, or does
+    not work. OSError: it does not start in time.
     """
     if not python:
         return _interpreter(
@@ -57,7 +58,7 @@ def find_interpreter(python: str, key: str) -> Interpreter:
         raise ConfigError(
             f"{key}: found {python!r}, which is no program on this node; name a Python interpreter"
         )
-    # The program starts without environment variables, so this does, too.
+    # Without environment variables, like the program will be started.
     command = [str(Path(path).absolute()), "-I", "-c", _QUESTION]
     try:
         answer = subprocess.run(command, capture_output=True, timeout=_START_S, cwd="/", env={})

@@ -1,9 +1,9 @@
-"""The limit on the memory of all processes of a program together, where no control group can hold
-it.
+"""Limit on the memory of all processes of a program together, for systems without a delegated
+control group.
 
-A thread adds up what the processes have and kills the program if that is too much. A program may
-exceed the limit for some hundredths of a second; `RLIMIT_AS` bounds each of its processes
-meanwhile.
+A thread adds up the memory of the processes, and kills the program if it exceeds the limit. A
+program may exceed the limit for some hundredths of a second. During that time `RLIMIT_AS` still
+limits each of its processes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 
 _PAUSE_S = 0.02
 _MAX_SHARE = 0.2
-"""Share of a processor that the thread may need."""
+"""Maximum share of a processor that the thread uses."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _UNCOUNTED_FILES = 256
-"""Open files of a program from which on its sockets are counted."""
+"""Number of open files up to which the sockets of a program are not counted."""
 _SOCKET_BYTES = 425_984
-"""Bytes that a socket may hold: twice net.core.wmem_max of Linux, 212,992, which the kernel allows
-with its own overhead. No file in /proc says how many they are."""
+"""Maximum number of bytes in a socket: twice net.core.wmem_max of Linux, 212,992, which the kernel
+allows with its overhead. /proc does not show the present number."""
 
 
 class MemoryWatch:
-    """Watch over a program, made by `watched_memory`."""
+    """State of a watched program, made by `watched_memory`."""
 
     def __init__(self) -> None:
         self.has_killed = False
@@ -39,10 +39,10 @@ class MemoryWatch:
 def watched_memory(
     pid: int, own_levels: int, limit_bytes: int, kill: Callable[[], None]
 ) -> Iterator[MemoryWatch]:
-    """Call ``kill`` once a program has more than ``limit_bytes``, until the end of the context.
+    """Context that calls ``kill`` as soon as a program has more than ``limit_bytes``.
 
-    ``pid``: process from which the program descends; ``own_levels``: generations that are not part
-    of the program, that process included.
+    ``pid``: ancestor of the program. ``own_levels``: number of generations, from ``pid`` on, that
+    are not part of the program.
     """
     watch, end = MemoryWatch(), threading.Event()
 
@@ -66,12 +66,12 @@ def watched_memory(
 
 
 def program_bytes(pid: int, own_levels: int, enough: int) -> int:
-    """Memory of a program in bytes; ``pid`` and ``own_levels`` as of `watched_memory`.
+    """Memory of a program in bytes. ``pid``, ``own_levels``: see `watched_memory`.
 
-    Pages that processes share count once, and so do those in swap. If a quick upper bound is not
-    more than ``enough``, that bound is returned.
+    Shared pages are counted once; pages in swap are included. If a quick upper bound is at most
+    ``enough``, that bound is returned.
     """
-    processes = _program(pid, own_levels)
+    processes = _program_processes(pid, own_levels)
     sockets = _SOCKET_BYTES * _count_sockets(processes)
     upper_bound = sockets + sum(map(_resident_bytes, processes))
     if upper_bound <= enough:
@@ -79,8 +79,9 @@ def program_bytes(pid: int, own_levels: int, enough: int) -> int:
     return sockets + sum(map(_proportional_bytes, processes))
 
 
-def _program(pid: int, own_levels: int) -> list[Path]:
-    """Folders in /proc of the program's processes. An orphan is a child of the jail's init."""
+def _program_processes(pid: int, own_levels: int) -> list[Path]:
+    """Folders in /proc of the program's processes. Orphans are included: they are children of the
+    jail's init."""
     program, generation, level = list[Path](), [pid], 0
     while generation:
         if level >= own_levels:
@@ -109,19 +110,20 @@ def _resident_bytes(process: Path) -> int:
 
 
 def _proportional_bytes(process: Path) -> int:
-    """Memory of a process; of pages that several processes share, its part."""
+    """Memory of a process, with its proportional share of pages that several processes use."""
     try:
         sizes = re.findall(
             r"^(?:Pss|SwapPss): *(\d+) kB", (process / "smaps_rollup").read_text(), re.M
         )
         return sum(map(int, sizes)) << 10
     except OSError:
-        # It has ended, or Linux is older than 4.14, or denies it.
+        # The process has ended, or Linux is older than 4.14 or denies access.
         return _resident_bytes(process)
 
 
 def _count_sockets(processes: list[Path]) -> int:
-    """Sockets of the program; 0 if it has so few open files that sockets do not matter."""
+    """Number of sockets of the program; 0 if it has so few open files that sockets have no
+    effect."""
     files = list[Path]()
     for process in processes:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Reward of a generative reward model: a model behind an address like OpenAI's scores a
+"""Reward of a generative reward model (LLM judge): a model with an OpenAI-compatible API scores a
 response."""
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from relax_hpc.base.reward_settings import RewardSettings
     from relax_hpc.rewards import RewardInput
 
-_PLACE = re.compile(r"\{(prompt|answer|response)\}")
+_FIELD = re.compile(r"\{(prompt|answer|response)\}")
 _CUT_OFF = ("length", "max_tokens", "abort", "content_filter", "error")
-"""Values of finish_reason of an answer that does not say all that the judge would have said."""
-_GROUP = 8
-"""Requests of a prompt group, about: so many times fewer groups are taken on at a time."""
+"""Values of finish_reason for a judgement that is incomplete."""
+_GROUP_REQUESTS = 8
+"""Approximate number of requests for a prompt group. It converts the limit of requests into a limit
+of concurrent prompt groups."""
 
 
 class Judge:
-    """Asks one question for each response, see `reward.judge`."""
+    """Sends one question for each response, see `reward.judge`."""
 
     def __init__(self, settings: RewardSettings) -> None:
-        """ConfigError: see `Service`; or the expression of the score, or the question, is of no
-        use."""
+        """ConfigError: see `Service`; or the expression of the score or the question is invalid."""
         self._settings = judge = settings.judge
         if not (judge.url or judge.endpoints):
             raise ConfigError(
@@ -42,8 +42,8 @@ class Judge:
             else Service(judge, "reward.judge")
         )
         self._quote = self.service.quote
-        self.at_once = max(1, judge.in_flight // _GROUP)
-        self._turns = asyncio.Semaphore(judge.in_flight)
+        self.at_once = max(1, judge.in_flight // _GROUP_REQUESTS)
+        self._in_flight = asyncio.Semaphore(judge.in_flight)
         try:
             self._score = re.compile(judge.score)
         except re.error as error:
@@ -59,32 +59,31 @@ class Judge:
             )
 
     async def __call__(self, sample: RewardInput) -> float:
-        """The last score in the judge's answer, without its thoughts. NoAnswer, Away. ValueError:
-        it refuses, gives no score, or was cut off."""
+        """The last score in the judge's response, outside of its thoughts. NoAnswer, Away.
+        ValueError: the judge refuses, gives no score, or was cut off."""
         settings = self._settings
         values = {
             "prompt": sample.prompt,
             "answer": sample.answer,
             "response": sample.response_text,
         }
-        question = _PLACE.sub(lambda place: values[place[1]], settings.question)
+        question = _FIELD.sub(lambda field: values[field[1]], settings.question)
         body = {
             "model": settings.model,
             "messages": [{"role": "user", "content": question}],
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
         }
-        async with self._turns:
-            text = self._text(await self.service.ask(body))
+        async with self._in_flight:
+            text = self._read_text(await self.service.ask(body))
         verdict = without_thoughts(text)
         scores = [match[1] for match in self._score.finditer(verdict)]
         if not scores:
             raise ValueError(f"the judge gives no score: {self._quote(text, from_end=True)}")
         return float(scores[-1]) * settings.scale
 
-    def _text(self, answer: Any) -> str:
-        """Text of the judge's ``answer``. ValueError: it has no text, or was cut off before its
-        end."""
+    def _read_text(self, answer: Any) -> str:
+        """Text of the judge's response. ValueError: it has no text, or was cut off."""
         try:
             choice = answer["choices"][0]
             text, finish_reason = choice["message"]["content"], choice.get("finish_reason")

@@ -1,8 +1,9 @@
 r"""Reward of mathematical problems whose answer is one number, compared by value.
 
-The answer of a response is, in this order, the content of its last `\boxed{...}`, the line behind
-its last `####` (as in GSM8K), the clause behind its last "answer is", or its last number. What is
-boxed or marked counts whole: `2\sqrt{3}` is not 2, and `5 or 6` is no answer.
+The answer of a response is the first of these that it has: the content of its last `\boxed{...}`,
+the line after its last `####` (as in GSM8K), the clause after its last "answer is", its last
+number. A boxed or marked text is read as a whole: `2\sqrt{3}` is not 2, and `5 or 6` is not a
+number.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ _HEADING = re.compile(r"\W*\d{1,2}[.)] +\W*[^\W\d_]{2}")
 
 
 def math_answer(sample: RewardInput) -> float:
-    r"""1 if the response ends at a number that equals the answer, else 0; also if it was cut off
-    before its end.
+    r"""1 if the final number of the response equals the answer and it was not cut off, else 0.
 
-    ValueError: the right answer is no number.
+    ValueError: the right answer is not a number.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> math_answer(RewardInput("?", "1200", r"So it is \boxed{\$1,200.00}.", "stop"))
@@ -41,8 +41,8 @@ def math_answer(sample: RewardInput) -> float:
 
 
 def math_answer_strict(sample: RewardInput) -> float:
-    r"""Return `math_answer` for a response that marks its answer by `\boxed{...}` or `####`; 0
-    without such a mark.
+    r"""Like `math_answer`, but 0 if the response does not mark its answer by `\boxed{...}` or
+    `####`.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> [math_answer_strict(RewardInput("?", "7", text, "stop")) for text in ("#### 7", "It is 7")]
@@ -53,7 +53,7 @@ def math_answer_strict(sample: RewardInput) -> float:
 
 
 def answer_of(text: str) -> Fraction | None:
-    """The number that a response ends at; None if it gives none.
+    """The final number of a response; None if it has none.
 
     >>> answer_of("3 apples and 4 pears make 7 pieces of fruit."), answer_of("I cannot say.")
     (Fraction(7, 1), None)
@@ -75,15 +75,14 @@ def _right(answer: str) -> Fraction:
 
 
 def _marked(text: str) -> Fraction | None:
-    """The number that is boxed, or else behind `####`."""
+    """The number in the last box, or, without a box, after the last `####`."""
     return read_number(boxed(text)) if BOX in text else read_number(gsm8k_line(text))
 
 
 def gsm8k_line(text: str) -> str:
-    """Line behind the last `####`; empty if there is no such mark, or if the line is a heading of
-    words."""
-    _, mark, behind = text.rpartition(GSM8K_MARK)
-    line = behind.strip(" ").split("\n", 1)[0] if mark else ""
+    """Line after the last `####`; empty without that mark, or if the line is a heading of words."""
+    _, mark, following = text.rpartition(GSM8K_MARK)
+    line = following.strip(" ").split("\n", 1)[0] if mark else ""
     if _HEADING.match(line):
         return ""
     is_answer = read_number(line) is not None or not has_words(line) or re.match(r"\W*\d", line)

@@ -1,5 +1,5 @@
-"""Processes in which rewards are computed: this one for those that are quick, workers for others
-and for one's own, or a thread."""
+"""Choice of the process for a reward. Quick built-in rewards run in this process; others, and those
+of users, run in worker processes, or in threads."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Protocol
 from relax_hpc.base.reward_settings import RewardSettings
 from relax_hpc.rewards import REWARDS, Reward, RewardError, RewardInput, Scores, get_reward
 from relax_hpc.rewards.composed import BY_ROW, WEIGHTED, ByRow, Weighted
-from relax_hpc.rewards.outage import WhileAway
+from relax_hpc.rewards.outage import OutageRetry
 from relax_hpc.rewards.pool import RewardPool
 from relax_hpc.rewards.scoring import scores
 
 
 class Rewards(Protocol):
-    """Scores of prompt groups, any number at a time."""
+    """Computes scores of any number of prompt groups concurrently."""
 
     async def start(self) -> None:
-        """Return when scores can be asked for. ConfigError: there is no such reward."""
+        """Return when `score` can be called. ConfigError: the reward does not exist."""
 
     async def score(self, samples: Sequence[RewardInput]) -> Scores:
-        """The scores of all samples of a prompt, or why there are none."""
+        """The scores of all samples of a prompt, or an error."""
 
     async def close(self) -> None:
-        """End all that was started for it."""
+        """End all processes and connections of the reward."""
 
 
-class AtOnce:
-    """Rewards that are built in, computed at once: they take less than any way to another
+class InProcess:
+    """Built-in rewards, computed in this thread: they take less time than a switch to another
     thread."""
 
     def __init__(self, reward: Reward) -> None:
@@ -46,8 +46,8 @@ class AtOnce:
 
 
 class InThread:
-    """Rewards in a thread for each prompt group. One that takes longer than ``limit_s`` goes on
-    there, with nobody waiting for it."""
+    """Rewards in a new thread for each prompt group. After ``limit_s`` the prompt group fails; the
+    thread cannot be stopped, and its result is discarded."""
 
     def __init__(self, reward: Reward, limit_s: float) -> None:
         self._reward, self._limit_s = reward, limit_s
@@ -70,9 +70,9 @@ class InThread:
     async def close(self) -> None: ...
 
 
-ALONE = ("remote", "judge")
-"""Rewards of which one worker has as many under way as it may: with more the limit would not be
-one."""
+ONE_WORKER = ("remote", "judge")
+"""Rewards with only one worker. It limits the number of open requests, which several workers would
+exceed together."""
 
 
 def make_rewards(
@@ -82,26 +82,31 @@ def make_rewards(
     settings: RewardSettings | None = None,
     waits: Callable[[int], None] = lambda _: None,
 ) -> Rewards:
-    """Make the rewards that ``name`` gives, as `get_reward`, each part of a composed one by itself;
-    one's own in up to ``workers`` processes, or, with 0, in this one. ``waits``: see `WhileAway`.
+    """Make the reward called ``name``, see `get_reward`; of a composed reward, each inner reward is
+    placed separately. A user's reward runs in up to ``workers`` processes; with 0 in threads of
+    this process. ``waits``: see `OutageRetry`.
 
-    ConfigError: there is none that is built in, or that could be imported here.
+    ConfigError: the reward is not built in, and cannot be imported here.
     """
     settings = settings or RewardSettings()
 
-    def made(part: str) -> Rewards:
-        return make_rewards(part, workers, limit_s, settings, waits)
+    def make_inner(inner: str) -> Rewards:
+        return make_rewards(inner, workers, limit_s, settings, waits)
 
     if name == WEIGHTED:
-        return Weighted({part: (weight, made(part)) for part, weight in settings.weighted.items()})
+        weighted = settings.weighted.items()
+        return Weighted({inner: (weight, make_inner(inner)) for inner, weight in weighted})
     if name == BY_ROW:
         by_row = settings.by_row
-        return ByRow(by_row.column, {value: made(part) for value, part in by_row.rewards.items()})
-    if callable(known := REWARDS.get(name)):
-        return AtOnce(known)
-    if known or (":" in name and workers):
-        pool = RewardPool(name, 1 if name in ALONE else max(1, workers), limit_s, settings)
-        judge = settings.judge
-        served = name == "judge" and judge.endpoints
-        return WhileAway(pool, Path(judge.endpoints), judge.away_s, waits) if served else pool
-    return InThread(get_reward(name), limit_s)
+        rewards = {value: make_inner(inner) for value, inner in by_row.rewards.items()}
+        return ByRow(by_row.column, rewards)
+    builtin = REWARDS.get(name)
+    if callable(builtin):
+        return InProcess(builtin)
+    if not builtin and not (":" in name and workers):
+        return InThread(get_reward(name), limit_s)
+    pool = RewardPool(name, 1 if name in ONE_WORKER else max(1, workers), limit_s, settings)
+    judge = settings.judge
+    if name == "judge" and judge.endpoints:
+        return OutageRetry(pool, Path(judge.endpoints), judge.away_s, waits)
+    return pool

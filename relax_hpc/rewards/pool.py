@@ -1,5 +1,5 @@
-"""Processes that compute rewards of one's own: what hangs or crashes there costs its prompt group
-alone."""
+"""Pool of worker processes that compute rewards. If a reward hangs or crashes, only its prompt
+group fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RewardPool(WorkerPool[Sequence[RewardInput], Scores]):
 
 
 class RewardWork:
-    """The work of computing one reward."""
+    """Requests to the workers of one reward, and their results."""
 
     module = "relax_hpc.rewards.worker"
     watches_limit = True
@@ -45,8 +45,8 @@ class RewardWork:
             "settings": dataclasses.asdict(self.settings),
         }
 
-    def make_request(self, asked: Sequence[RewardInput]) -> Message:
-        return {"samples": [_fields(sample) for sample in asked]}
+    def make_request(self, samples: Sequence[RewardInput]) -> Message:
+        return {"samples": [_fields(sample) for sample in samples]}
 
     def read_answer(self, message: Message) -> Scores:
         if "error" in message:
@@ -64,8 +64,8 @@ class RewardWork:
         origin = answer.origin if isinstance(answer, RewardError) else NO_ORIGIN
         return RewardError("reward_timeout", f"stopped after {took}", origin)
 
-    def answer_death(self, how: str) -> Scores:
-        return RewardError("reward_died", f"the process that computed {self.reward} {how}")
+    def answer_death(self, cause: str) -> Scores:
+        return RewardError("reward_died", f"the process that computed {self.reward} {cause}")
 
     def is_late(self, answer: Scores) -> bool:
         return isinstance(answer, RewardError) and answer.reason == "reward_timeout"

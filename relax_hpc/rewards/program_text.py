@@ -1,4 +1,5 @@
-"""The program in a response: its last fenced block of Python, by the rules of CommonMark."""
+"""Extraction of the program in a response: its last fenced block of Python, by the rules of
+CommonMark."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import re
 from markdown_it import MarkdownIt
 
 _MAX_CHARS = 100_000
-"""Characters of a response that is searched: its blocks cannot be told apart from a part of it."""
-# Without HTML: a fence behind a line `<answer>` would be a part of the HTML, and no fence.
+"""Maximum length of a response. A longer one has no program: blocks of a cut text are ambiguous."""
+# HTML is disabled: a fence after a line `<answer>` would belong to the HTML and be ignored.
 _MARKDOWN = MarkdownIt("zero").enable(["fence", "code", "list", "blockquote"]).disable("inline")
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?![\w-])", re.IGNORECASE)
 
@@ -18,14 +19,14 @@ _TAG_AT_FENCE = re.compile(
     r"(<answer>)[ \t]*(?=`{3}|~{3})|(?<=^```|^~~~)[ \t]*(</answer>)",
     re.IGNORECASE | re.MULTILINE,
 )
-"""A tag in the line of a fence, where CommonMark takes neither for a fence."""
+"""A tag in the line of a fence. CommonMark does not recognize a fence in such a line."""
 
 
 def program_of(text: str) -> str:
     """The last fenced block that is labelled as Python, or has no label; empty if there is no such
     block.
 
-    A block without a label behind a labelled one counts if it is a program, and not an output.
+    After a labelled block, a block without a label counts only if it is a program, not an output.
 
     >>> program_of("First:\\n```python\\nprint(1)\\n```\\nBetter:\\n```\\nprint(2)\\n```")
     'print(2)\\n'
@@ -49,7 +50,7 @@ def _own_line(match: re.Match[str]) -> str:
 
 
 def _is_program(text: str) -> bool:
-    """Whether ``text`` is Python that does something: a bare value is what a program prints."""
+    """Whether ``text`` is Python with a statement or a call. A bare value is probably an output."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError):

@@ -1,5 +1,5 @@
-"""Reward of a service that is asked over HTTP: a simulator, a verifier, whatever does not run in a
-process of ours."""
+"""Reward from an HTTP service, such as a simulator or a verifier, which runs outside of the run's
+processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Remote:
-    """Posts prompt groups to `reward.remote.url`, see there; `at_once` at a time."""
+    """Posts prompt groups to `reward.remote.url`, at most `at_once` concurrently."""
 
     def __init__(self, settings: RewardSettings) -> None:
         """ConfigError: see `Service`."""
@@ -23,13 +23,12 @@ class Remote:
         self._quote = self.service.quote
 
     async def __call__(self, samples: list[RewardInput]) -> list[Any]:
-        """Ask the service for the scores of a prompt group. NoAnswer. ValueError: it refuses, or
-        gives something else."""
-        found = await self.service.ask(
-            {"samples": [dataclasses.asdict(sample) for sample in samples]}
-        )
-        if not isinstance(found, dict) or not isinstance(found.get("scores"), list):
+        """Request the scores of a prompt group. NoAnswer. ValueError: the service refuses the
+        request, or its response has another form."""
+        body = {"samples": [dataclasses.asdict(sample) for sample in samples]}
+        response = await self.service.ask(body)
+        if not isinstance(response, dict) or not isinstance(response.get("scores"), list):
             raise ValueError(
-                f'the service answers {self._quote(found)}, expected {{"scores": [...]}}'
+                f'the service answers {self._quote(response)}, expected {{"scores": [...]}}'
             )
-        return found["scores"]
+        return response["scores"]

@@ -1,4 +1,4 @@
-"""Settings of the rewards of a run, with what follows from the groups that it has."""
+"""Settings of the rewards of a run, completed by the run's groups."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from relax_hpc.config.schema import Config
 
 
 def reward_settings(config: Config) -> RewardSettings:
-    """Settings of a run's rewards, its own servers of role genrm being those that the judge asks,
-    if it has some."""
+    """Settings of a run's rewards. If the run has a group with role genrm, and the settings name no
+    other judge, the judge's endpoints are those of this group."""
     judge, group = config.reward.judge, group_with(config, "genrm")
     if not group or judge.url or judge.endpoints:
         return config.reward

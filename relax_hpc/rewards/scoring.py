@@ -1,4 +1,4 @@
-"""Scores of a prompt group, asked of a reward, whose failures become named reasons."""
+"""Calls of a reward for a prompt group. Failures become errors with a named reason."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from relax_hpc.rewards.service import Away
 FLOAT32_MAX = 3.4028234663852886e38
 TOTAL = "total"
 """Name of the component that is learned from."""
-MOST_COMPONENTS = 32
-"""Components of a sample at most: each is a metric."""
+MAX_COMPONENTS = 32
+"""Maximum number of components of a sample. Each is a metric."""
 _NAME_CHARS = 64
-"""Characters of the name of a component."""
+"""Maximum length of the name of a component."""
 
 
 def takes_group(reward: Reward) -> bool:
-    """Whether ``reward`` wants all samples of a prompt: its parameter is called `samples`."""
-    look = _first_parameter if isinstance(reward, Hashable) else _first_parameter.__wrapped__
+    """Whether ``reward`` takes all samples of a prompt: its parameter is called `samples`."""
+    # The cache needs a hashable argument.
+    first_parameter = (
+        _first_parameter if isinstance(reward, Hashable) else _first_parameter.__wrapped__
+    )
     try:
-        return look(reward) == "samples"
-    except (TypeError, ValueError):  # something built in, which does not say
+        return first_parameter(reward) == "samples"
+    except (TypeError, ValueError):
+        # Some functions in C have no signature.
         return False
 
 
@@ -39,41 +43,40 @@ def _first_parameter(reward: Reward) -> str:
 
 def is_async(reward: Reward) -> bool:
     """Whether a call of ``reward`` has to be awaited."""
-    # An object may have a method `__call__` that is `async def`.
+    # The method `__call__` of an object may be `async def`.
     method = getattr(reward, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(inspect.unwrap(reward)) or (
-        inspect.iscoroutinefunction(method)
-    )
+    is_function = inspect.iscoroutinefunction(inspect.unwrap(reward))
+    return is_function or inspect.iscoroutinefunction(method)
 
 
 def scores(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
-    """One for each of ``samples``, or why there are none; never raises an Exception, nor
-    SystemExit.
+    """One score for each of ``samples``, or an error. Never raises Exception or SystemExit.
 
-    What has to be awaited is, in an event loop of its own.
+    Awaitable values are awaited in a new event loop.
     """
     try:
-        values, of_group = _called(reward, samples)
+        values, takes_all = _call(reward, samples)
         if any(map(inspect.isawaitable, values)):
-            values = asyncio.run(_awaited(values))
-        return _checked_of(reward, values[0] if of_group else values, len(samples))
-    except (Exception, SystemExit) as error:  # a user's function may raise anything, and end itself
-        return _raised(error)
+            values = asyncio.run(_await_all(values))
+        return _check_values(reward, values[0] if takes_all else values, len(samples))
+    except (Exception, SystemExit) as error:
+        # A user's function may raise anything, and may call sys.exit.
+        return _error_from(error)
 
 
 async def scores_soon(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
-    """Scores as of `scores`, in the event loop that runs: all samples of the group are asked for at
-    once."""
+    """Like `scores`, in the running event loop. All samples of the group are scored
+    concurrently."""
     try:
-        values, of_group = _called(reward, samples)
-        values = await _awaited(values)
-        return _checked_of(reward, values[0] if of_group else values, len(samples))
+        values, takes_all = _call(reward, samples)
+        values = await _await_all(values)
+        return _check_values(reward, values[0] if takes_all else values, len(samples))
     except (Exception, SystemExit) as error:
-        return _raised(error)
+        return _error_from(error)
 
 
-def _checked_of(reward: Reward, values: Any, count: int) -> Scores:
-    """`checked`; an error names the place where ``reward`` is defined."""
+def _check_values(reward: Reward, values: Any, count: int) -> Scores:
+    """Like `checked`; an error has the line where ``reward`` is defined."""
     result = checked(values, count)
     if isinstance(result, RewardError):
         return replace(result, origin=locate_definition(reward))
@@ -81,13 +84,9 @@ def _checked_of(reward: Reward, values: Any, count: int) -> Scores:
 
 
 def checked(values: Any, count: int) -> Scores:
-    """The scores of ``count`` samples that a reward has given as ``values``, or why they are
-    none."""
-    if (
-        isinstance(values, str | bytes | Mapping)
-        or not hasattr(values, "__len__")
-        or not hasattr(values, "__iter__")
-    ):
+    """Scores from the ``values`` that a reward has returned for ``count`` samples, or an error."""
+    is_list = hasattr(values, "__len__") and hasattr(values, "__iter__")
+    if not is_list or isinstance(values, str | bytes | Mapping):
         return RewardError(
             "reward_wrong_count", f"returned {type(values).__name__}, expected a list of {count}"
         )
@@ -95,23 +94,25 @@ def checked(values: Any, count: int) -> Scores:
         return RewardError(
             "reward_wrong_count", f"returned {len(values)} values for {count} samples"
         )
-    found: list[Score] = []
+    result: list[Score] = []
     for value in values:
-        if isinstance(score := _score(value), RewardError):
+        score = _score(value)
+        if isinstance(score, RewardError):
             return score
-        found.append(score)
-    return found
+        result.append(score)
+    return result
 
 
-def _called(reward: Reward, samples: Sequence[RewardInput]) -> tuple[list[Any], bool]:
-    """Results of calling ``reward``, and whether that is one for the group, and not one for each
-    sample."""
-    of_group = takes_group(reward)
-    return [reward(list(samples))] if of_group else [reward(sample) for sample in samples], of_group
+def _call(reward: Reward, samples: Sequence[RewardInput]) -> tuple[list[Any], bool]:
+    """Results of calling ``reward``: one result and True if it takes all samples, otherwise one for
+    each sample and False."""
+    if takes_group(reward):
+        return [reward(list(samples))], True
+    return [reward(sample) for sample in samples], False
 
 
-async def _awaited(values: list[Any]) -> list[Any]:
-    tasks = [asyncio.ensure_future(_one(value)) for value in values]
+async def _await_all(values: list[Any]) -> list[Any]:
+    tasks = [asyncio.ensure_future(_await_value(value)) for value in values]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -119,23 +120,24 @@ async def _awaited(values: list[Any]) -> list[Any]:
             task.cancel()
 
 
-async def _one(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     try:
         return await value if inspect.isawaitable(value) else value
     except (SystemExit, asyncio.CancelledError) as end:
-        if (task := asyncio.current_task()) and task.cancelling():
+        task = asyncio.current_task()
+        if task and task.cancelling():
             raise
-        # A task that raises the one would end the event loop, and the other be taken for one that
-        # nobody waits for.
-        raise _Ended(end) from end
+        # SystemExit in a task would end the event loop, and CancelledError from a user's reward
+        # would look like a cancellation of this task.
+        raise _WrappedEnd(end) from end
 
 
-class _Ended(Exception):
-    """Wrapper of an error of a user's reward that no task of ours may raise itself."""
+class _WrappedEnd(Exception):
+    """Wrapper of SystemExit or CancelledError from a user's reward."""
 
 
-def _raised(error: BaseException) -> RewardError:
-    error = error.args[0] if isinstance(error, _Ended) else error
+def _error_from(error: BaseException) -> RewardError:
+    error = error.args[0] if isinstance(error, _WrappedEnd) else error
     reason = error.reason if isinstance(error, Away) else "reward_exception"
     return RewardError(reason, describe_error(error), locate_error(error))
 
@@ -144,33 +146,37 @@ def _score(value: Any) -> Score | RewardError:
     if not isinstance(value, Mapping):
         total = _number(value)
         return total if isinstance(total, RewardError) else Score(total)
-    if TOTAL not in value or len(value) > MOST_COMPONENTS + 1:
+    if TOTAL not in value or len(value) > MAX_COMPONENTS + 1:
         names = ", ".join(map(str, value))[:200] or "nothing"
-        expected = f"`{TOTAL}`, and at most {MOST_COMPONENTS} components"
+        expected = f"`{TOTAL}`, and at most {MAX_COMPONENTS} components"
         return RewardError(
             "reward_not_a_number", f"returned a mapping of {names}; expected {expected}"
         )
     components: dict[str, float] = {}
-    for name, each in value.items():
-        if isinstance(number := _number(each), RewardError):
+    for name, component in value.items():
+        number = _number(component)
+        if isinstance(number, RewardError):
             return RewardError(number.reason, f"{name}: {number.detail}")
         components[str(name)[:_NAME_CHARS]] = number
     return Score(components.pop(TOTAL), components)
 
 
 def _number(value: Any) -> float | RewardError:
-    # What numpy, torch and their like give for one number: an array without dimensions.
+    # numpy and torch return one number as an array without dimensions.
     if getattr(value, "shape", None) == () and not isinstance(value, numbers.Real):
         value = value.item()
     if not isinstance(value, numbers.Real):
-        return RewardError("reward_not_a_number", f"returned {_kind(value)}, expected one number")
-    if not abs(value) <= FLOAT32_MAX:
+        detail = f"returned {_describe_value(value)}, expected one number"
+        return RewardError("reward_not_a_number", detail)
+    real: Any = value
+    # Written so that NaN fails, too.
+    if not abs(real) <= FLOAT32_MAX:
         return RewardError("reward_not_finite", f"returned {value}")
     return float(value)
 
 
-def _kind(value: Any) -> str:
-    """Description of what a reward has returned instead of a number."""
+def _describe_value(value: Any) -> str:
+    """Description of a value that a reward has returned instead of a number."""
     if value is None:
         return "None (some path through the function has no `return`)"
     if isinstance(value, str):

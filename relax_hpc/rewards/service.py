@@ -1,5 +1,5 @@
-"""A service that rewards ask over HTTP: JSON there and back, asked again while it is busy or
-away."""
+"""Client of an HTTP service for rewards. Requests and responses are JSON. A request is repeated if
+the service is busy or does not respond."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from relax_hpc.base.reward_settings import ServiceSettings
 
 FIRST_PAUSE_S = 0.5
-"""Seconds before a request is sent again; each time twice as long."""
+"""Seconds before the first retry of a request. The pause doubles with each retry."""
 SHOWN = 300
-"""Characters of an answer that an error shows."""
+"""Number of characters of a response in an error message."""
 MAX_ANSWER_BYTES = 4 << 20
-"""Bytes of an answer, after decompression. As JSON it takes up to twenty times as many in
+"""Maximum size of a response after decompression. Parsed JSON takes up to twenty times as much
 memory."""
-_AGAIN = {408, 425, 429}
-"""Statuses by which a service asks for patience, beside 5xx."""
+_RETRIED = {408, 425, 429}
+"""Statuses for which a request is retried, in addition to 5xx."""
 _PIECE_BYTES = 1 << 16
 _AUTHORIZATION, _BEARER = "Authorization", "Bearer "
 """Header of the token, and the prefix of its value."""
@@ -34,60 +34,62 @@ _COMPRESSED = {
     "x-gzip": zlib.MAX_WBITS | 16,
     "deflate": zlib.MAX_WBITS,
 }
-"""Encodings of answers that are read, though none was asked for, and zlib's name for each."""
+"""Content-Encoding of responses -> window size for zlib. Requests ask for no compression, but some
+services compress anyway."""
 
 
 class NoAnswer(Exception):
-    """Error of a service that has not answered, however often it was asked."""
+    """A service has not responded in any attempt."""
 
 
 class Away(NoAnswer):
-    """Error of a service of a group that is not there: its supervisor starts it again."""
+    """No server of a group of the run is available. The supervisor restarts the group."""
 
     reason = "reward_away"
 
 
 class Service:
-    """Any number of requests at a time, for one event loop."""
+    """Client for any number of concurrent requests, for one event loop."""
 
     def __init__(self, settings: ServiceSettings, key: str) -> None:
-        """``key``: of the settings. ConfigError: there is no address, or no token where the
-        settings say."""
+        """``key``: name of the settings. ConfigError: the address is invalid, or the token cannot
+        be read."""
         self._settings = settings
         self._headers = self._prepare(key)
         self._session: aiohttp.ClientSession | None = None
-        self._late = f"no answer within {settings.timeout_s:g} s"
+        self._timeout_text = f"no answer within {settings.timeout_s:g} s"
 
     async def ask(self, body: dict[str, Any]) -> Any:
-        """The answer to ``body``. NoAnswer. ValueError: the service refuses, or answers no JSON, or
-        too much."""
+        """The response to ``body``. NoAnswer. ValueError: the service refuses the request, or its
+        response is not JSON, or too large."""
         for attempt in range(self._settings.retries + 1):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             status, answer = await self._post(body)
             if status == 200:
                 return answer
-            if status and status < 500 and status not in _AGAIN:
+            if status and status < 500 and status not in _RETRIED:
                 raise ValueError(f"the service refuses: {status} {self.quote(answer)}")
         raise NoAnswer(
             f"asked {attempt + 1} times, the last time: {status or ''} {self.quote(answer)}"
         )
 
     def quote(self, answer: Any, from_end: bool = False) -> str:
-        """Beginning of an answer, or its end, for an error, see `shown`; without the token, which
-        some services repeat when they refuse it."""
+        """Beginning, or end, of a response for an error message, see `shown`. The token is removed,
+        because some services repeat it when they refuse it."""
         text = str(answer)
-        if token := self._headers.get(_AUTHORIZATION, "").removeprefix(_BEARER):
+        token = self._headers.get(_AUTHORIZATION, "").removeprefix(_BEARER)
+        if token:
             text = text.replace(token, "***")
         return shown(text[-SHOWN:] if from_end else text)
 
     async def close(self) -> None:
-        """Give its connections back."""
+        """Close all connections."""
         if self._session:
             await self._session.close()
 
     def _prepare(self, key: str) -> dict[str, str]:
-        """Headers of all requests; ConfigError as of `__init__`."""
+        """Headers of all requests. ConfigError: see `__init__`."""
         if not self._settings.url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"{key}.url: found {self._settings.url!r}, allowed: http://... or https://..."
@@ -95,14 +97,15 @@ class Service:
         return _authorization(self._settings.token_file, key)
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
-        """Status and answer, of JSON if the status is 200; 0 and why there is none."""
+        """Status and response; the response is parsed JSON if the status is 200. Without a
+        response: 0 and the reason."""
         import aiohttp
 
         if self._session is None:
             limit = aiohttp.ClientTimeout(total=self._settings.timeout_s)
-            # Its own limit of connections would be another one beside ours.
+            # No limit of connections: the number of requests is limited by the callers.
             connector = aiohttp.TCPConnector(limit=0)
-            # aiohttp 3.14 unpacks what a service has compressed without a bound.
+            # aiohttp 3.14 would decompress a response of any size, see `read_answer`.
             self._session = aiohttp.ClientSession(
                 timeout=limit, connector=connector, auto_decompress=False
             )
@@ -112,19 +115,19 @@ class Service:
                 self._settings.url, json=body, headers=headers, allow_redirects=False
             ) as reply:
                 content = await read_answer(reply)
-                return reply.status, parse_json(content) if reply.status == 200 else content.decode(
-                    errors="replace"
-                )
+                if reply.status == 200:
+                    return reply.status, parse_json(content)
+                return reply.status, content.decode(errors="replace")
         except TimeoutError:
-            return 0, self._late
+            return 0, self._timeout_text
         except aiohttp.ClientError as error:
             return 0, f"{type(error).__name__}: {error}"
 
 
-async def read_answer(reply: aiohttp.ClientResponse, most_bytes: int = MAX_ANSWER_BYTES) -> bytes:
-    """Content of an answer, decompressed, of a session with `auto_decompress=False`.
+async def read_answer(reply: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+    """Decompressed content of a response. The session must have `auto_decompress=False`.
 
-    ValueError: it has more than ``most_bytes``, or is compressed in a way that nothing here reads.
+    ValueError: the content has more than ``max_bytes``, or an encoding that is not supported.
     """
     encoding = reply.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity", *_COMPRESSED):
@@ -135,19 +138,20 @@ async def read_answer(reply: aiohttp.ClientResponse, most_bytes: int = MAX_ANSWE
     content = bytearray()
     async for piece in reply.content.iter_chunked(_PIECE_BYTES):
         try:
-            content += unpack.decompress(piece, most_bytes + 1 - len(content)) if unpack else piece
+            content += unpack.decompress(piece, max_bytes + 1 - len(content)) if unpack else piece
         except zlib.error as error:
             raise ValueError(f"the service answers no {encoding}: {error}") from error
-        if len(content) > most_bytes:
+        if len(content) > max_bytes:
             reply.close()
             raise ValueError(
-                f"the service answers more than {most_bytes} bytes, allowed: at most that"
+                f"the service answers more than {max_bytes} bytes, allowed: at most that"
             )
     return bytes(content)
 
 
 def shown(answer: Any) -> str:
-    """Beginning of an answer for an error, neutralised: it may be written to a log."""
+    """Beginning of a response for an error message. Control characters are escaped, because the
+    message may be written to a log or a terminal."""
     return escape_line(str(answer)[:SHOWN])
 
 

@@ -1,4 +1,5 @@
-"""Checks of a user's reward: its parameters, and how one for another trainer is adapted."""
+"""Checks of the parameters of a user's reward. For a reward that was written for another trainer,
+the message has an adapter."""
 
 from __future__ import annotations
 
@@ -36,17 +37,17 @@ _PER_GROUP = {
     **dict.fromkeys(("answer", "answers", "ground_truth", "solution", "target"), "s.answer"),
     **dict.fromkeys(("label", "labels"), "s.answer"),
 }
-"""Arguments of rewards of several samples, which are lists: the item for a sample `s`. Other names
-are columns of the rows."""
+"""Arguments of rewards of several samples -> the item for a sample `s`. The arguments are lists.
+Other names are columns of the rows."""
 _ALWAYS = {"TRL": ("prompts", "completions", "answer")}
-"""Trainer -> arguments for a reward that takes all (`**kwargs`)."""
+"""Trainer -> arguments for a reward with `**kwargs`."""
 
 
 def reward_misfits(name: str) -> Iterator[str]:
-    """Mistakes in the parameters of the reward ``name``, a user's own, one line each. ConfigError:
-    there is no such reward.
+    """Mistakes in the parameters of the user's reward ``name``, one line each. ConfigError: the
+    reward does not exist.
 
-    Nothing of it is called, and of a class no object is made.
+    The reward is not called, and a class is not instantiated.
     """
     reward, method = find_reward(name)
     code = name.partition(":")[2]
@@ -84,7 +85,7 @@ def function_misfits(reward: Callable[..., Any], name: str, code: str) -> Iterat
 
 
 def _adapter(trainer: str, signature: inspect.Signature, code: str, awaits: bool) -> str:
-    """A reward of ours, in one line, that calls ``code``, a reward for ``trainer``."""
+    """Definition, in one line, of a reward that calls ``code``, a reward for ``trainer``."""
     names = _argument_names(trainer, signature)
     if trainer == "verl":
         sources = {name: _PER_SAMPLE.get(name, f"sample.metadata[{name!r}]") for name in names}
@@ -99,7 +100,8 @@ def _adapter(trainer: str, signature: inspect.Signature, code: str, awaits: bool
 
 
 def _argument_names(trainer: str, signature: inspect.Signature) -> list[str]:
-    """Parameters that a reward for ``trainer`` must get, and those that are known here."""
+    """Parameters to pass to a reward for ``trainer``: those without a default, and those whose
+    values are known here."""
     sources = _PER_SAMPLE if trainer == "verl" else _PER_GROUP
     names = list[str]()
     for parameter in signature.parameters.values():

@@ -1,10 +1,10 @@
-r"""Rewards of mathematics by Math-Verify, which compares meanings: sets, intervals, equations,
+r"""Rewards of mathematics by Math-Verify, which compares values: sets, intervals, equations,
 matrices.
 
-Math-Verify reads the expression that a response ends at, and no more: in a whole response it would
-also read the first number of an expression. It runs in another process, which is killed if it takes
-too long. So a response such as `\boxed{9^{9^{9^9}}}` gets 0, and the other responses of its group
-get their rewards.
+Math-Verify only gets the final expression of a response: in a whole response it might take the
+first number of an expression for the answer. It runs in another process, which is killed if it
+takes too long. A response such as `\boxed{9^{9^{9^9}}}` then gets 0, and the other responses of its
+group get their rewards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
-# It warns of every response that it cannot read, and that its own time limits are off.
+# Math-Verify 0.9.0 warns of every response that it cannot read, and that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _process = SymbolicProcess()
 _lock = threading.Lock()

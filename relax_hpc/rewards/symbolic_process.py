@@ -1,8 +1,8 @@
-"""The process that runs Math-Verify: a fork of one that has imported it, killed if it takes too
-long.
+"""The process that runs Math-Verify. It is a fork of a process that has imported it, and is killed
+if a comparison takes too long.
 
-Math-Verify's own time limits are alarms. They do not interrupt arithmetic in C, and do not bound
-memory.
+The time limits of Math-Verify 0.9.0 are alarms: they do not interrupt arithmetic in C. It has no
+limit of memory.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ from relax_hpc.rewards.number_text import has_scale, read_number
 
 RIGHT, WRONG, UNJUDGED, NO_EXPRESSION = "1", "0", "?", "!"
 _MEMORY_MB = 512
-"""Megabytes that the process may need beyond those that it has when it starts."""
+"""Megabytes that the process may allocate after its start."""
 _VERDICTS_FD = 3
 _MARKED = re.compile(r"\$|\\[(\[]|\\boxed")
-"""Marks of LaTeX around an expression."""
+"""LaTeX marks around an expression."""
 _SCIENTIFIC = re.compile(r"\d[eE][-+]?\d")
-"""A power of ten in which Math-Verify reads the e as a number."""
+"""A power of ten whose e Math-Verify 0.9.0 would read as a number."""
 _WARM_UP = (r"\frac{1}{2}+\sqrt{2}", r"\{1,2\}\cup[3,4)", r"x^2+2x=-1")
 
 
 class SymbolicProcess:
-    """Process that compares expressions. The first use starts it, and so does the next one if it
-    has died."""
+    """Process that compares expressions. The first use starts it. If it has died, the next use
+    starts it again."""
 
-    # Not one of relax_hpc.net.workers: it is forked from a process that has imported sympy and
-    # filled the caches of its parsers. A worker would start a new interpreter for each expression
-    # that takes too long.
+    # Not a worker of relax_hpc.net.workers, which would start a new interpreter after each
+    # expression that takes too long. A fork already has sympy and the caches of the parsers.
     def __init__(self) -> None:
         self._pid = 0
         self._parent_pid = 0
@@ -61,10 +60,10 @@ class SymbolicProcess:
     def ask(self, answer: str, response: tuple[str, str] | None, limit_s: float) -> str:
         """RIGHT if a response equals the right ``answer``, else WRONG.
 
-        ``response``: the expression that it ends at, and its text, of which a right answer of
-        several values may take more; None asks whether the right answer can be read. NO_EXPRESSION:
-        it is no expression. UNJUDGED: the comparison took longer than ``limit_s``, or too much
-        memory, or the process died, or was suspended, each time that it was asked.
+        ``response``: its final expression, and its text, which is also read if the right answer has
+        several values. With None, the call only checks whether the right answer can be read.
+        NO_EXPRESSION: the answer is not an expression. UNJUDGED: the comparison took longer than
+        ``limit_s`` or too much memory, or the process died or was suspended in each attempt.
         """
         line = json.dumps([answer, response]).encode() + b"\n"
         for _ in range(ATTEMPTS):
@@ -106,7 +105,7 @@ class SymbolicProcess:
             if not pid:
                 return
             self._pid = 0
-        # Also in a child of the process that started it, whose pipes are not its own.
+        # Also after a fork of the process that started it: the child must not use its pipes.
         self.close()
         _warm_up()
         requests_fd, self._requests_fd = os.pipe()
@@ -126,14 +125,14 @@ def _write_all(fd: int, data: bytes) -> None:
 
 @functools.cache
 def _warm_up() -> None:
-    """Fill the caches of the parsers: each new process inherits them."""
+    """Fill the caches of the parsers, which each new process inherits."""
     for text in _WARM_UP:
         expressions = _read(f"\\boxed{{{text}}}")
         verify(expressions, expressions, timeout_seconds=None)
 
 
 def _run(requests_fd: int, verdicts_fd: int) -> NoReturn:
-    """Answer requests, a line each, by one character each, until there are no more."""
+    """Answer each request, a line, by one character, until the pipe is closed."""
     try:
         die_with_parent()
         os.dup2(requests_fd, 0)
@@ -147,12 +146,13 @@ def _run(requests_fd: int, verdicts_fd: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        # The buffers and exit handlers are those of the parent.
+        # A normal exit would flush the buffers and run the exit handlers of the parent.
         os._exit(0)
 
 
 def _close_from(first_fd: int) -> None:
-    # Not os.closerange: without close_range (Linux 5.9) it tries each number, up to a billion.
+    # os.closerange is not used: before close_range (Linux 5.9) it tries each number, up to a
+    # billion.
     for path in list(Path("/proc/self/fd").iterdir()):
         if int(path.name) >= first_fd:
             with contextlib.suppress(OSError):
@@ -161,14 +161,14 @@ def _close_from(first_fd: int) -> None:
 
 def _verdict(answer: str, response: tuple[str, str] | None) -> str:
     try:
-        right = _right(answer)
+        right = _read_answer(answer)
         if not right:
             return NO_EXPRESSION
         if response is None:
             return RIGHT
         expression, text = response
-        for is_no_value in (contradicts_itself, is_bound, is_qualified):
-            if is_no_value(expression) and not is_no_value(answer):
+        for is_misread in (contradicts_itself, is_bound, is_qualified):
+            if is_misread(expression) and not is_misread(answer):
                 return WRONG
         candidates = _candidates(expression, text, any(map(_has_several_values, right)))
         return RIGHT if any(_equal(right, candidate) for candidate in candidates) else WRONG
@@ -177,17 +177,19 @@ def _verdict(answer: str, response: tuple[str, str] | None) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _right(answer: str) -> list[Any]:
-    """The expressions of a right answer, which may be plain, behind ####, or in LaTeX's signs;
-    empty: it is none."""
+def _read_answer(answer: str) -> list[Any]:
+    """The expressions of a right answer, which may be plain, follow ####, or stand in LaTeX marks;
+    empty: it cannot be read."""
     text = answer.rpartition(GSM8K_MARK)[2].strip()
     if STATEMENT.search(text) and BOX not in text:
         text = final_expression(text)
     forms = [f"\\boxed{{{text}}}"]
     if _MARKED.search(text):
-        # In other text that it cannot read whole, Math-Verify would read the first number.
+        # Only with marks: in other text that it cannot read as a whole, Math-Verify 0.9.0 reads
+        # the first number.
         forms.append(text)
-    if (number := read_number(text)) is not None:
+    number = read_number(text)
+    if number is not None:
         is_scientific = _SCIENTIFIC.search(text) is not None
         forms.insert(0 if is_scientific else len(forms), f"\\boxed{{{number}}}")
     for form in forms:
@@ -198,12 +200,14 @@ def _right(answer: str) -> list[Any]:
 
 
 def _candidates(expression: str, text: str, takes_several: bool) -> list[str]:
-    """Texts that Math-Verify may read for a response: one of them has to be right."""
+    """Texts for Math-Verify that represent a response. If one of them is right, the response is."""
     candidates = [f"\\boxed{{{expression}}}"] if expression else []
     # Math-Verify 0.9.0 reads a unit without \\text as variables, and the e of 1.5e3 as a number.
-    if (number := read_number(expression)) is not None:
+    number = read_number(expression)
+    if number is not None:
         by_value = f"\\boxed{{{number}}}"
-        # It takes "million" for a unit, which it leaves out.
+        # Math-Verify 0.9.0 takes "million" for a unit and ignores it, so that only the value is
+        # compared.
         candidates = [by_value] if has_scale(expression) else [*candidates, by_value]
     if takes_several:
         candidates.append(text)
@@ -222,7 +226,8 @@ def _equal(right: list[Any], text: str) -> bool:
         return verify(right, expressions, timeout_seconds=None, raise_on_error=True)
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # sympy's have no other base class: what cannot be compared is not equal
+    except Exception:
+        # Errors of sympy have no common base class. Values that cannot be compared are not equal.
         return False
 
 
@@ -232,5 +237,6 @@ def _read(text: str) -> list[Any]:
         return parse(latex_of(text), parsing_timeout=None, raise_on_error=True)
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # of sympy and antlr: it is no expression
+    except Exception:
+        # Errors of sympy and antlr have no common base class. The text is not an expression.
         return []

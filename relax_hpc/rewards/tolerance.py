@@ -1,16 +1,16 @@
-"""Comparison of rewards, which are sums of floats: a difference that rounding explains is no
-difference."""
+"""Comparison of rewards up to rounding. Rewards are sums of floats, so that equal ones may differ
+by rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 RELATIVE = 1e-7
-"""Differences up to this share of a reward are rounding: training keeps rewards in float32, whose
-step is 1.2e-7."""
+"""Differences up to this share of a reward count as rounding: training stores rewards in float32,
+whose relative step is 1.2e-7."""
 ABSOLUTE = 1e-9
-"""Differences up to this size are rounding, whatever the reward: parts that cancel leave about
-1e-16."""
+"""Differences up to this size count as rounding for any reward: a sum whose terms cancel has an
+error of about 1e-16."""
 
 
 def differ(rewards: Sequence[float]) -> bool:

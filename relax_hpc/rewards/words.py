@@ -1,10 +1,10 @@
-"""Rewards of question answering: words in common, and the same words.
+"""Rewards of question answering: overlap of words (F1), and exact match.
 
-Texts are compared as SQuAD does (P. Rajpurkar et al., arXiv 1606.05250, section 6.1): in lower
-case, without punctuation, without the articles a, an and the, and with any white space as one
-blank. Punctuation is that of all scripts, such as curly quotes and the Chinese full stop, and
-accents may be written in any form of Unicode. Of a response only the answer is read, without its
-thoughts; see `final_answer`.
+Texts are compared as in SQuAD (P. Rajpurkar et al., arXiv 1606.05250, section 6.1): in lower case,
+without punctuation, without the articles a, an and the, and with any white space as one blank.
+Punctuation of all scripts is removed, such as curly quotes and the Chinese full stop. Accents may
+be in any form of Unicode. Only the answer of a response is read, without thoughts, see
+`final_answer`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def f1(sample: RewardInput) -> dict[str, float]:
-    """Harmonic mean of precision and recall of the response's words, against the answer that it is
-    nearest to.
+    """Harmonic mean of precision and recall of the response's words, for the answer with the
+    highest value.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> f1(RewardInput("?", "the Eiffel Tower", "Eiffel tower, Paris", "stop"))
@@ -39,7 +39,7 @@ def f1(sample: RewardInput) -> dict[str, float]:
 
 
 def exact(sample: RewardInput) -> float:
-    """1 for the words of an answer and no others, else 0.
+    """1 if the response has exactly the words of an answer, else 0.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> exact(RewardInput("?", "the Eiffel Tower", "Eiffel tower.", "stop"))
@@ -50,18 +50,15 @@ def exact(sample: RewardInput) -> float:
 
 
 def answers(sample: RewardInput) -> list[str]:
-    """All that are right: the row's `answers`, where it has that, or its one `answer`. TypeError:
-    they are no texts."""
-    several = sample.metadata.get("answers")
-    if several is None:
+    """All right answers: the column `answers` if the row has it, otherwise `answer`. TypeError:
+    `answers` is not a list of texts."""
+    listed = sample.metadata.get("answers")
+    if listed is None:
         return [sample.answer]
-    if (
-        not isinstance(several, list)
-        or not several
-        or not all(isinstance(answer, str) for answer in several)
-    ):
-        raise TypeError(f"answers: found {str(several)[:100]!r}, allowed: a list of texts")
-    return several
+    is_list = isinstance(listed, list) and bool(listed)
+    if not is_list or not all(isinstance(answer, str) for answer in listed):
+        raise TypeError(f"answers: found {str(listed)[:100]!r}, allowed: a list of texts")
+    return listed
 
 
 def _words(text: str) -> list[str]:
@@ -72,10 +69,11 @@ def _words(text: str) -> list[str]:
 
 
 def _overlap(response: list[str], right: list[str]) -> tuple[float, float, float]:
-    """F1, precision and recall; all 1 if neither has words, and all 0 if only one of both has."""
+    """F1, precision and recall; all 1 if neither text has words, and all 0 if only one of them
+    has."""
     if not response or not right:
-        same = float(response == right)
-        return same, same, same
+        value = float(response == right)
+        return value, value, value
     common = (Counter(response) & Counter(right)).total()
     if not common:
         return 0.0, 0.0, 0.0

@@ -1,8 +1,8 @@
-"""`python -m relax_hpc.rewards.worker`: a process in which rewards of one's own are computed, see
-`pool`.
+"""`python -m relax_hpc.rewards.worker`: a process that computes rewards, see `pool`.
 
-A plain function is called in the main thread, one prompt group after the other, with no event loop
-around it. Of `async def` any number are under way. What is printed goes to the role's log.
+A plain function is called in the main thread, for one prompt group after the other, without a
+running event loop. Calls of an `async def` run concurrently. Output of a reward goes to the log of
+the role.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from relax_hpc.rewards import Reward, RewardError, RewardInput, Scores, get_rewa
 from relax_hpc.rewards.scoring import is_async, scores, scores_soon
 
 AT_ONCE = 64
-"""Prompt groups that a worker has at a time, of a reward that is `async def`, unless its `at_once`
-says another."""
+"""Concurrent prompt groups of a worker whose reward is `async def`, unless the reward has an
+attribute `at_once`."""
 
 
-def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
-    first = frames.read(asked)
+def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    setup = frames.read(requests)
     try:
-        reward = get_reward(first["reward"], rebuild_settings(RewardSettings, first["settings"]))
+        reward = get_reward(setup["reward"], rebuild_settings(RewardSettings, setup["settings"]))
     except ConfigError as error:
         write_answer(answers, {"error": str(error)})
         return
-    many = is_async(reward)
-    write_answer(answers, {"at_once": getattr(reward, "at_once", AT_ONCE) if many else 0})
-    if many:
-        asyncio.run(_serve_many(reward, first["limit_s"], asked, answers))
-    while not many:
-        message = frames.read(asked)
-        with _watch_limit(message, first["limit_s"], answers) as answer:
+    is_concurrent = is_async(reward)
+    at_once = getattr(reward, "at_once", AT_ONCE) if is_concurrent else 0
+    write_answer(answers, {"at_once": at_once})
+    if is_concurrent:
+        asyncio.run(_serve_concurrently(reward, setup["limit_s"], requests, answers))
+        return
+    while True:
+        message = frames.read(requests)
+        with _watch_limit(message, setup["limit_s"], answers) as answer:
             answer(scores(reward, _samples(message)))
 
 
@@ -49,11 +51,11 @@ def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
 def _watch_limit(
     message: dict[str, Any], limit_s: float, answers: BinaryIO
 ) -> Iterator[Callable[[Scores], None]]:
-    """Answer one request, in any case when its limit is over: then with the stack of the call that
-    takes too long, from another thread. Only the first answer is written.
+    """Context of one request; yields the function that writes its answer.
 
-    A call into C that keeps the interpreter's lock stops that thread, too. The parent ends such a
-    worker.
+    After ``limit_s`` another thread writes an error with the stack of the call that takes too long.
+    Only the first answer is written. If a call into C holds the interpreter's lock, this thread
+    cannot run either. The parent ends such a worker.
     """
     caller, lock, answered = threading.get_ident(), threading.Lock(), threading.Event()
 
@@ -76,19 +78,21 @@ def _watch_limit(
         timer.cancel()
 
 
-async def _serve_many(reward: Reward, limit_s: float, asked: BinaryIO, answers: BinaryIO) -> None:
+async def _serve_concurrently(
+    reward: Reward, limit_s: float, requests: BinaryIO, answers: BinaryIO
+) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(message: dict[str, Any]) -> None:
-        found: Scores
+        result: Scores
         try:
             async with asyncio.timeout(limit_s):
-                found = await scores_soon(reward, _samples(message))
+                result = await scores_soon(reward, _samples(message))
         except TimeoutError:
-            found = RewardError("reward_timeout", "")
-        write_answer(answers, _answer(message, found))
+            result = RewardError("reward_timeout", "")
+        write_answer(answers, _answer(message, result))
 
-    async for message in read_requests(asked):
+    async for message in read_requests(requests):
         task = asyncio.create_task(answer(message))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -98,12 +102,12 @@ def _samples(message: dict[str, Any]) -> list[RewardInput]:
     return [RewardInput(*fields) for fields in message["samples"]]
 
 
-def _answer(message: dict[str, Any], found: Scores) -> dict[str, Any]:
-    if isinstance(found, RewardError):
-        origin = found.origin
-        error = [found.reason, found.detail, origin.location, origin.traceback]
+def _answer(message: dict[str, Any], result: Scores) -> dict[str, Any]:
+    if isinstance(result, RewardError):
+        origin = result.origin
+        error = [result.reason, result.detail, origin.location, origin.traceback]
         return {"id": message["id"], "error": error}
-    return {"id": message["id"], "scores": [[score.total, score.components] for score in found]}
+    return {"id": message["id"], "scores": [[score.total, score.components] for score in result]}
 
 
 if __name__ == "__main__":

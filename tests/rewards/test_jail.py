@@ -238,10 +238,10 @@ def test_where_nothing_can_be_kept_apart_it_is_refused_unless_asked_for(tmp_path
     output, findings = json.loads(ended.stdout)
     assert output == "42\n"
     apart = {
-        name: [line for line in lines if "kept apart" in line] for name, lines in findings.items()
+        name: [line for line in lines if "isolated" in line] for name, lines in findings.items()
     }
     reason = (
-        f"no program can be kept apart on {os.uname().nodename}: Operation not permitted: unshare; "
+        f"no program can be isolated on {os.uname().nodename}: Operation not permitted: unshare; "
         "the site has to "
         "allow user namespaces (kernel.unprivileged_userns_clone, user.max_user_namespaces)"
     )

@@ -44,7 +44,7 @@ def test_apptainer_is_asked_to_keep_it_apart_where_an_image_is_named(tmp_path: P
         ConfigError, match=r"reward.code.apptainer: found '/no/apptainer', which is no program"
     ):
         Jail(dataclasses.replace(settings, apptainer="/no/apptainer"))
-    with pytest.raises(ConfigError, match="a program that prints was ended by code 0"):
+    with pytest.raises(ConfigError, match="a test program ended with exit code 0"):
         Jail(dataclasses.replace(settings, apptainer="/bin/true"))
 
 
@@ -133,7 +133,7 @@ def test_nobody_else_reads_a_program_or_its_tests(
     weak: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = Counter[str]()
-    real = jail.Jail._words
+    real = jail.Jail._command
 
     def words(self: Jail, folder: str, *arguments: object) -> list[str]:
         for path in (Path(folder), *Path(folder).rglob("*")):
@@ -141,6 +141,6 @@ def test_nobody_else_reads_a_program_or_its_tests(
         return real(self, folder, *arguments)
 
     code = Code(RewardSettings(code=CodeSettings(weak=weak)))
-    monkeypatch.setattr(jail.Jail, "_words", words)
+    monkeypatch.setattr(jail.Jail, "_command", words)
     assert code(response("def add(a, b): return a + b", "assert add(1, 2) == 3"))["total"] == 1.0
     assert modes.keys() == {"drwx------", "-rw-------"}

@@ -99,9 +99,9 @@ def test_a_plain_users_programs_are_judged_alike() -> None:
         ("assert add(1, 2) ==", "no Python: invalid syntax"),
         (
             "def check(candidate):\n    assert candidate(1, 2) == 3",
-            "they use no name that a program defines",
+            "they use no name that a program could define",
         ),
-        ("assert pow(2, 3) == 8", "they use no name that a program defines"),
+        ("assert pow(2, 3) == 8", "they use no name that a program could define"),
         ("def test_add():\n    assert add(1, 2) == 4", "they end without using the program"),
         (
             "import sys\nsys.exit(0)\nassert add(1, 2) == 4",

@@ -125,7 +125,7 @@ def test_own_reward_is_imported(tmp_path, monkeypatch):
         ConfigError, match=r"'my_rewards:Needy': cannot be made: TypeError: .*'more'"
     ):
         get_reward("my_rewards:Needy")
-    with pytest.raises(ConfigError, match="found Mute, allowed: what can be called"):
+    with pytest.raises(ConfigError, match="found Mute, allowed: a function, or an object"):
         get_reward("my_rewards:Mute")
     with pytest.raises(ConfigError, match="'my_rewards:Offset' has no method 'rank'"):
         get_reward("my_rewards:Offset.rank")

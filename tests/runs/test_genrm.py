@@ -48,7 +48,7 @@ from relax_hpc.rewards import (
     outage,
 )
 from relax_hpc.rewards.group_service import PURPOSE
-from relax_hpc.rewards.outage import WhileAway
+from relax_hpc.rewards.outage import OutageRetry
 from relax_hpc.rewards.scoring import scores_soon
 from relax_hpc.roles import genrm
 from relax_hpc.rollout.group_rewards import patient_settings
@@ -152,7 +152,7 @@ def test_who_is_away_is_waited_for_and_found_where_he_is_then(tmp_path: Path) ->
     told = list[int]()
 
     async def main() -> None:
-        rewards = WhileAway(InThisProcess(tmp_path), tmp_path, 60.0, told.append)
+        rewards = OutageRetry(InThisProcess(tmp_path), tmp_path, 60.0, told.append)
         asking = asyncio.create_task(rewards.score(GROUP))
         while not told:
             await asyncio.sleep(0)
@@ -181,13 +181,13 @@ def test_a_prompt_group_does_not_wait_for_ever_and_is_no_zero(tmp_path: Path) ->
     )
 
     async def main() -> Scores:
-        rewards = WhileAway(InThisProcess(tmp_path), tmp_path, 0.05, lambda change: None)
+        rewards = OutageRetry(InThisProcess(tmp_path), tmp_path, 0.05, lambda change: None)
         return await rewards.score(GROUP)
 
     found = asyncio.run(main())
     assert isinstance(found, RewardError) and found.reason == "reward_away"
     assert found.detail.startswith(
-        "away for 0.05 s, reward.judge.away_s: Away: no server has said in"
+        "away for 0.05 s, reward.judge.away_s: Away: no server has published an endpoint in"
     )
 
 
@@ -201,7 +201,7 @@ def test_who_is_there_and_slow_is_not_away(tmp_path: Path) -> None:
     async def main() -> Scores:
         async with answering("key", wait) as slow:
             publish_endpoints(tmp_path, 1, 0, [slow])
-            rewards = WhileAway(
+            rewards = OutageRetry(
                 InThisProcess(tmp_path, timeout_s=0.2), tmp_path, 60.0, lambda change: None
             )
             try:
@@ -261,7 +261,7 @@ def test_a_stranger_at_the_port_of_a_server_gets_no_question_and_gives_no_reward
     publish_endpoints(tmp_path, 1, 0, [stranger.endpoint(scheme)])
 
     async def main() -> Scores:
-        rewards = WhileAway(InThisProcess(tmp_path), tmp_path, 0.5, lambda change: None)
+        rewards = OutageRetry(InThisProcess(tmp_path), tmp_path, 0.5, lambda change: None)
         return await rewards.score([RewardInput("QUESTION", "ANSWER", "RESPONSE", "stop")])
 
     try:

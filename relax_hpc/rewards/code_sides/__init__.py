@@ -1,5 +1,5 @@
-"""The two processes of a program and of its tests written in Python, which talk through a pipe.
+"""The two processes for a program and its tests in Python, which communicate through a pipe.
 
-The modules of this package are copied into jails. They import the standard library and each other
-alone.
+The modules of this package are copied into jails. They only import the standard library and each
+other.
 """

@@ -1,4 +1,4 @@
-"""Errors of one process that the other raises too: class names and plain arguments."""
+"""Errors of one process that are raised again in the other: class names and plain arguments."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from .plain import encode
 
 _NO_ERRORS = (StopIteration, StopAsyncIteration)
-"""Errors that end a loop without a trace: `all(map(f, cases))` would be true if `f` raised one."""
+"""Errors that silently end a loop: `all(map(f, cases))` would be true if `f` raised one."""
 
 
 def describe_class(kind: type[BaseException]) -> dict[str, Any]:
-    """Names of an error's class and of those that it is derived from, up to one of the standard
+    """Names of an error's class and its base classes, up to the first class of the standard
     library."""
-    names = []
+    names: list[str] = []
     for ancestor in kind.__mro__:
         if issubclass(ancestor, BaseException):
             if standard(ancestor.__module__, ancestor.__qualname__) is ancestor:
@@ -27,10 +27,11 @@ def describe_class(kind: type[BaseException]) -> dict[str, Any]:
 
 
 def describe_error(error: BaseException, encode_object: Callable[[Any], Any]) -> list[Any]:
-    """An error's class, its text, and its arguments if they are plain."""
+    """An error's class, its text, and its arguments if they are plain data."""
     try:
         text = str(error)
-    except Exception:  # its class is the program's
+    except Exception:
+        # The class belongs to the program, whose `__str__` may raise anything.
         text = ""
     try:
         args = encode(list(error.args), encode_object)
@@ -40,28 +41,28 @@ def describe_error(error: BaseException, encode_object: Callable[[Any], Any]) ->
 
 
 def standard(module: Any, name: Any) -> Any:
-    """Attribute ``name`` of a module of the standard library; None if there is no such
-    attribute."""
+    """Attribute ``name`` of a module of the standard library; None if it does not exist."""
     if not isinstance(module, str) or not isinstance(name, str):
         return None
     if module.partition(".")[0] not in sys.stdlib_module_names:
         return None
     try:
         return getattr(importlib.import_module(module), name, None)
-    except Exception:  # modules of another system
+    except Exception:
+        # Some modules exist only on other systems.
         return None
 
 
 class ErrorClasses:
-    """Classes of errors by the descriptions that the other process gives; equal ones are one
-    class."""
+    """Classes of errors, made from descriptions by the other process. Equal descriptions give the
+    same class."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[str, ...], type[Exception]] = {}
 
     def resolve(self, description: dict[str, Any]) -> type[Exception]:
-        """The class of a `describe_class`. A class that is no plain error becomes a
-        RuntimeError."""
+        """The class for a description by `describe_class`. If its base is not an ordinary error,
+        RuntimeError is the base."""
         names, (module, name) = description["names"], description["base"]
         base = standard(module, name)
         is_error = isinstance(base, type) and issubclass(base, Exception)
@@ -79,11 +80,12 @@ class ErrorClasses:
         kind = self.resolve(description)
         try:
             error = kind(*args)
-        except Exception:  # such as UnicodeDecodeError, which takes five arguments
+        except Exception:
+            # Some classes need certain arguments, such as UnicodeDecodeError, which needs five.
             error = kind.__new__(kind)
             error.args = tuple(args)
         if type(error).__str__ is _text:
-            error.shown_text = str(text)
+            setattr(error, "shown_text", str(text))  # noqa: B010 (a new attribute)
         return error
 
 
@@ -92,6 +94,6 @@ def _text(error: BaseException) -> str:
 
 
 def builtin_type(name: Any) -> type | None:
-    """The type that is built in under ``name``."""
+    """The built-in type called ``name``."""
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
     return kind if isinstance(kind, type) else None

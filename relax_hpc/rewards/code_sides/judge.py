@@ -1,7 +1,7 @@
-"""The process of the tests: it runs them, with stand-ins for the names that the program defines.
+"""The process of the tests. It runs them, with stand-ins for the names that the program defines.
 
-The program reaches this process only through the pipe. The verdict, one line of JSON, goes to
-standard error, which the program does not have.
+The program can reach this process only through the pipe. The verdict, one line of JSON, is written
+to standard error, to which the program has no access.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from .errors import ErrorClasses, builtin_type, describe_error, standard
 from .plain import Channel, Malformed, NotPlainError, decode, encode
 
 PASSED, FAILED, BROKEN = "passed", "failed", "broken"
-"""Verdicts. A program has no influence on the last one: the tests themselves cannot run."""
+"""Verdicts. The last one means that the tests cannot run; a program cannot cause it."""
 _READABLE = frozenset({"__name__", "__qualname__", "__annotations__", "__wrapped__", "__dict__"})
-"""Attributes between double underscores that a stand-in passes on. Libraries ask any object for
-other ones and trust them: by an `__array_interface__` numpy would read any memory."""
+"""Attributes between double underscores that a stand-in reads from the program. Libraries read
+others from any object, and trust them: with an `__array_interface__` numpy would read any
+memory."""
 _INPUT = re.compile(r"(?:builtins|__builtins__)\.(?:input|print|open)|sys\.stdin")
-"""Names by whose assignment tests feed a program or watch it, if it runs in their process."""
+"""Names to which tests assign in order to give a program its input, or to catch its output. This
+only works in one process."""
 _PATCH = re.compile(r"(?:^|\.)patch(?:\.(?:object|dict|multiple))?$")
 """Functions of unittest.mock that replace an object."""
 _MALFORMED = (Malformed, TypeError, ValueError, LookupError, AttributeError, ImportError)
-"""Errors of reading a message that has another form."""
+"""Errors when a message of another form is read."""
 
 
 def main(path: str) -> NoReturn:
-    """Run the tests in the file ``path`` against the program behind standard input and output."""
+    """Run the tests in the file ``path``. The program is connected to standard input and output."""
     verdict_fd, channel = os.dup(2), Channel(os.dup(0), os.dup(1))
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
@@ -48,17 +50,18 @@ def main(path: str) -> NoReturn:
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         judge.end(BROKEN, f"no Python: {error}")
     if not tests.names:
-        judge.end(BROKEN, "they use no name that a program defines, built-in names left out")
-    if problem := tests.problem():
+        judge.end(BROKEN, "they use no name that a program could define, only built-in names")
+    problem = tests.problem()
+    if problem:
         judge.end(BROKEN, problem)
     judge.run(tests)
 
 
 class PythonTests:
-    """Tests written in Python, and the names that they use and do not define."""
+    """Tests in Python, and the names that they use but do not define."""
 
     def __init__(self, text: str) -> None:
-        """SyntaxError, ValueError, MemoryError, RecursionError: ``text`` is no Python."""
+        """SyntaxError, ValueError, MemoryError, RecursionError: ``text`` is not valid Python."""
         self.code = compile(text, "tests", "exec")
         self._tree = ast.parse(text)
         top = symtable.symtable(text, "tests", "exec")
@@ -67,14 +70,14 @@ class PythonTests:
         self.names = used - bound - set(dir(builtins))
         """Global names that a program has to define. It cannot redefine built-in names."""
         self.top_names = _used_names(top, depth=0) & self.names
-        """Names among them that are read outside of functions, that is, for certain."""
+        """Names among them that are read outside of functions, so that they are certainly used."""
         self.modules = self.names & _modules_in(self._tree)
-        """Names of modules of the standard library. The judge imports them itself: a program must
-        not decide what `math.isclose` says."""
+        """Names of modules of the standard library. The judge imports them itself: otherwise a
+        program could redefine `math.isclose`."""
 
     def problem(self) -> str:
-        """Reason why the tests cannot run, whatever the program does; empty if they can."""
-        # Not a name of the program, but of a file that the tests are not.
+        """Why the tests cannot run with any program; empty if they can."""
+        # The tests are not a file, and the name does not come from the program.
         if "__file__" in self.names:
             return "they use __file__"
         patched = next(filter(None, map(_patched_name, ast.walk(self._tree))), "")
@@ -86,7 +89,8 @@ class PythonTests:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 try:
                     exec(compile(ast.Module([node], []), "tests", "exec"), {})
-                except Exception as error:  # a module may raise anything
+                except Exception as error:
+                    # A module may raise anything when it is imported.
                     return f"line {node.lineno}: {_text(error)}"
         return ""
 
@@ -97,10 +101,10 @@ def _is_loop(node: ast.AST) -> bool:
 
 
 def _patched_name(node: ast.AST) -> str:
-    """Name of an object that ``node`` replaces in the process of the tests; empty if it replaces
-    none.
+    """Name of an object that ``node`` replaces in the process of the tests; empty if it does not
+    replace one.
 
-    Standard output may be replaced: what a program prints is written there.
+    Standard output may be replaced, because the output of the program is written to it here.
     """
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
         name = ast.unparse(node)
@@ -125,19 +129,19 @@ def _used_names(table: symtable.SymbolTable, depth: int = 1000) -> set[str]:
 
 
 def _modules_in(tree: ast.AST) -> set[str]:
-    """Names of the standard library's modules that are used in front of a dot alone."""
+    """Names of modules of the standard library that are only used before a dot."""
     nodes = list(ast.walk(tree))
-    in_front = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    before_dot = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     used = [node for node in nodes if isinstance(node, ast.Name)]
-    alone = {node.id for node in used if id(node) not in in_front}
-    return {node.id for node in used} & sys.stdlib_module_names - alone
+    other_uses = {node.id for node in used if id(node) not in before_dot}
+    return {node.id for node in used} & sys.stdlib_module_names - other_uses
 
 
 class ProgramObject:
     """Stand-in for an object of the program: function, class, instance or iterator.
 
-    It gives plain data and other stand-ins. It takes no part in comparisons and arithmetic: the
-    program would decide there whether its object equals the expected value.
+    Its operations return plain data and other stand-ins. Comparisons and arithmetic are not
+    supported, because the program could then decide whether its object equals the expected value.
     """
 
     __slots__ = ("__judge", "__number")
@@ -169,13 +173,13 @@ class ProgramObject:
         raise TypeError("an object of the program cannot be copied by its tests")
 
     def __contains__(self, item: object) -> bool:
-        # By iteration: a container of the program would decide there what it contains.
+        # By iteration: in its own `__contains__` the program could claim to contain anything.
         try:
-            items = iter(self.__judge.ask("iter", self))
+            members = iter(self.__judge.ask("iter", self))
         except Exception:
             self.__judge.has_compared_objects = True
             raise
-        return any(each is item or each == item for each in items)
+        return any(member is item or member == item for member in members)
 
     def __refuse(self, other: object) -> Any:
         self.__judge.has_compared_objects = True
@@ -224,7 +228,8 @@ class ProgramObject:
         return self.__judge.ask("enter", self)
 
     def __exit__(self, *error: Any) -> None:
-        # Without the result: a context of the program must not swallow a failed assertion.
+        # The result is discarded: a context manager of the program must not suppress a failed
+        # assertion.
         self.__judge.ask("exit", self)
 
     def __instancecheck__(self, instance: Any) -> Any:
@@ -233,12 +238,12 @@ class ProgramObject:
 
 
 def number_of(stand_in: ProgramObject) -> int:
-    """Number by which the program knows the object of a stand-in."""
+    """Number of the stand-in's object in the process of the program."""
     return object.__getattribute__(stand_in, "_ProgramObject__number")
 
 
 class _Judge:
-    """Runs tests, asks the program, and ends with a verdict."""
+    """Runs tests, sends operations to the program, and ends with a verdict."""
 
     def __init__(self, channel: Channel, verdict_fd: int) -> None:
         self._channel, self._verdict_fd = channel, verdict_fd
@@ -249,14 +254,14 @@ class _Judge:
         self.has_compared_objects = False
 
     def end(self, verdict: str, detail: str = "") -> NoReturn:
-        """Give the verdict, and end the process: tests may catch any exception."""
+        """Write the verdict, and end the process without an exception, which tests could catch."""
         line = {"verdict": verdict, "detail": detail, "objects": self.has_compared_objects}
-        # The start of a container may have written other lines there.
+        # On a new line, because the start of a container may have written other text there.
         os.write(self._verdict_fd, b"\n" + json.dumps(line).encode())
         os._exit(0)
 
     def run(self, tests: PythonTests) -> NoReturn:
-        """Run ``tests`` with the names that they use of the program."""
+        """Run ``tests`` with the names of the program that they use."""
         main_module = ModuleType("__main__")
         sys.modules["__main__"], sys.argv = main_module, ["tests"]
         for name in tests.modules:
@@ -273,7 +278,8 @@ class _Judge:
         has_constant = not tests.top_names.isdisjoint(values.keys() - objects)
         try:
             exec(tests.code, main_module.__dict__)
-        except SystemExit as end:  # as of unittest.main()
+        except SystemExit as end:
+            # For example by unittest.main().
             if end.code:
                 self.end(FAILED, f"exit code {end.code}")
             has_constant = False
@@ -299,7 +305,7 @@ class _Judge:
                 _copy_into([list(args), kwargs], self._decode(changed))
             if reply[0] == "result":
                 return self._decode(reply[1])
-            # Elsewhere the end of an iteration would end a loop of the tests.
+            # After another operation, StopIteration would silently end a loop of the tests.
             if reply[0] == "stop" and operation == "next":
                 error: Exception = StopIteration()
             else:
@@ -309,7 +315,7 @@ class _Judge:
         raise error
 
     def _names(self, message: Any) -> dict[str, Any]:
-        """Values of the program's names, by what the program says about them."""
+        """Values of the program's names, from the program's descriptions of them."""
         try:
             return {name: self._value(name, *kind.popitem()) for name, kind in message.items()}
         except _MALFORMED as problem:
@@ -318,21 +324,22 @@ class _Judge:
     def _value(self, name: str, kind: str, content: Any) -> Any:
         if kind == "value":
             return self._decode(content)
-        # No call of the program follows from the names below, though the tests may need no other.
+        # The names below need no call of the program. The tests may use only such names, so that
+        # they count as a use of the program.
         self._has_asked = True
         if kind == "module":
             return importlib.import_module(content)
         if kind == "error":
             return self._errors.resolve(content)
         value = standard(content, name)
-        # No other objects of a module: unittest.mock.ANY equals everything.
+        # Other objects of a module are refused: unittest.mock.ANY is equal to anything.
         is_definition = isinstance(value, (type, FunctionType, BuiltinFunctionType))
         if not is_definition and content != "typing":
             raise Malformed(f"{content}.{name}")
         return value
 
     def _answer(self, message: Any) -> None:
-        """Answer a call of a function that the tests gave the program as an argument."""
+        """Answer a call of a function that the tests passed to the program as an argument."""
         try:
             function = self._functions[message[1]]
             args, kwargs = self._decode(message[2]), self._decode(message[3])
@@ -363,7 +370,7 @@ class _Judge:
         if isinstance(value, (KeysView, ValuesView, ItemsView)):
             return encode(list(value), self._encode_object)
         if isinstance(value, (ModuleType, BaseException)):
-            # The program may have put it there.
+            # The value may come from the program.
             self.end(FAILED, f"an argument of type {type(value).__name__}")
         is_iterator = isinstance(value, Iterator)
         if not is_iterator and not callable(value):
@@ -403,7 +410,8 @@ def _text(error: BaseException) -> str:
 
 
 def _copy_into(old: Any, new: Any) -> Any:
-    """``new`` in the mutable containers of ``old``: the tests may hold references to them."""
+    """Copy ``new`` into the mutable containers of ``old``, because the tests may have references to
+    them. Returns the result."""
     if isinstance(old, list) and isinstance(new, list):
         old[:] = [*map(_copy_into, old, new), *new[len(old) :]]
         return old

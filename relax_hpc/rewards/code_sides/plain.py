@@ -1,7 +1,7 @@
 """Plain data between two processes, as JSON: numbers, text, bytes, lists, tuples, sets, dicts.
 
-A value of a subclass is sent as a value of its base class, without its methods. So an object that
-claims to be equal to everything arrives as the number or the text that it is.
+A value of a subclass is sent as a value of its base class, without its methods. An object whose
+`__eq__` is always true therefore arrives as an ordinary number or text.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from fractions import Fraction
 from typing import Any
 
 MAX_BYTES = 16 << 20
-"""Bytes of a message at most, in both directions."""
+"""Maximum size of a message in either direction."""
 _HEAD = struct.Struct("<I")
 _SMALL = 1 << 63
-"""Larger integers are sent in base 16: Python reads no decimal ones of more than 4,300 digits."""
+"""Larger integers are sent in base 16: Python refuses decimals of more than 4,300 digits."""
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _MAPPINGS = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}
 
 
 class NotPlainError(TypeError):
-    """Error of a value that is no plain data."""
+    """A value is not plain data."""
 
 
 class Malformed(Exception):
-    """Error of a message that the other process may not send."""
+    """A message of the other process has an invalid form."""
 
 
 def encode(value: Any, encode_object: Callable[[Any], Any]) -> Any:
@@ -74,9 +74,9 @@ def _encode_rare(value: Any, encode_object: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, decode_object: Callable[[str, Any], Any]) -> Any:
-    """The value that `encode` made ``data`` of; ``decode_object`` decodes any other object.
+    """The value from which `encode` made ``data``; ``decode_object`` decodes any other object.
 
-    Malformed: it is of no such form.
+    Malformed: ``data`` has another form.
     """
     try:
         return _decode(data, decode_object)
@@ -119,7 +119,7 @@ def _decode_rare(name: str, content: Any, decode_object: Callable[[str, Any], An
 
 
 class Channel:
-    """Messages of JSON to and from the other process, each after its length."""
+    """JSON messages to and from the other process, each with its length before it."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._read_fd, self._write_fd = read_fd, write_fd
@@ -134,12 +134,14 @@ class Channel:
             data = data[os.write(self._write_fd, data) :]
 
     def receive(self) -> Any:
-        """The next message. EOFError: the other process has ended. Malformed: it is no message."""
+        """The next message. EOFError: the other process has ended. Malformed: it is not a
+        message."""
         (length,) = _HEAD.unpack(self._read(_HEAD.size))
         if length > MAX_BYTES:
             raise Malformed(f"a message of {length} bytes, allowed: {MAX_BYTES}")
         try:
-            # A new NaN each time: the json module gives one object, which equals itself in a list.
+            # This makes a new NaN each time. The json module would use one object, and lists
+            # compare equal if they contain the same object.
             return json.loads(self._read(length), parse_constant=float)
         except (ValueError, RecursionError) as error:
             raise Malformed(f"{type(error).__name__}: {error}") from error

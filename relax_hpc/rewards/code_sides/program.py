@@ -1,6 +1,8 @@
-"""The process of a program: it runs the program, then what the tests ask for, until they end.
+"""The process of a program. It runs the program, then the operations that the tests request, until
+the tests end.
 
-It is the program's own process. The tests believe nothing that it sends, beyond being plain data.
+The program controls this process. The process of the tests therefore trusts nothing that it
+receives; it only checks that it is plain data.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import io
 import operator
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +21,8 @@ from .errors import ErrorClasses, builtin_type, describe_class, describe_error, 
 from .plain import Channel, decode, encode
 
 _MAX_PRINTED = 1 << 20
-"""Characters that a call may print for the tests; more are left out."""
-_OPERATIONS = {
+"""Maximum number of characters of a call's output that are sent to the tests."""
+_OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *args, **kwargs: function(*args, **kwargs),
     "getattr": getattr,
     "setattr": setattr,
@@ -43,7 +45,8 @@ _OPERATIONS = {
 
 
 def main(path: str) -> None:
-    """Run the program in the file ``path``; serve the process behind standard input and output."""
+    """Run the program in the file ``path``, then serve the process of the tests, which is connected
+    to standard input and output."""
     channel = Channel(os.dup(0), os.dup(1))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -66,7 +69,7 @@ class _Server:
         self._errors = ErrorClasses()
 
     def serve(self) -> None:
-        """Answer requests until there are no more. EOFError."""
+        """Answer requests. EOFError: the process of the tests has ended."""
         while True:
             self._answer(self._channel.receive())
 
@@ -93,7 +96,8 @@ class _Server:
         stdout, sys.stdout = sys.stdout, io.StringIO()
         try:
             reply = ["result", self._encode(_OPERATIONS[operation](*values, **named))]
-        except BaseException as error:  # also SystemExit: a call does not end the tests
+        except BaseException as error:
+            # Also SystemExit, so that a call of the program does not end this process.
             reply = self._error(error)
             if operation == "next" and isinstance(error, StopIteration):
                 reply = ["stop"]
@@ -117,7 +121,7 @@ class _Server:
         return encoded if encoded != sent else None
 
     def _describe(self, name: str, value: Any) -> dict[str, Any]:
-        """Value of a global name, or where the standard library has it."""
+        """Value of a global name, or its name in the standard library."""
         if isinstance(value, ModuleType):
             return {"module": value.__name__}
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -143,10 +147,10 @@ class _Server:
         return self._as_object(value)
 
     def _as_object(self, value: Any) -> Any:
-        """Number by which the tests name an object, the same for the same object."""
+        """Reference to an object by its number, always the same for the same object."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
-            # Kept, so that no other object gets its id.
+            # The object is kept alive, so that no other object gets its id.
             self._objects.append(value)
         return {"object": self._numbers[id(value)]}
 
@@ -164,7 +168,7 @@ class _Server:
 
 
 class _TestFunction:
-    """Function of the tests that they gave the program as an argument."""
+    """Function that the tests have passed to the program as an argument."""
 
     def __init__(self, server: _Server, number: int) -> None:
         self._server, self.number = server, number
@@ -174,7 +178,7 @@ class _TestFunction:
 
 
 class _TestIterator:
-    """Iterator of the tests that they gave the program as an argument."""
+    """Iterator that the tests have passed to the program as an argument."""
 
     def __init__(self, server: _Server, number: int) -> None:
         self._server, self.number = server, number
@@ -187,5 +191,5 @@ class _TestIterator:
 
 
 def _text_of(stdout: Any) -> str:
-    # The program may have put another object there.
+    # The program may have replaced sys.stdout by another object.
     return stdout.getvalue()[:_MAX_PRINTED] if type(stdout) is io.StringIO else ""
