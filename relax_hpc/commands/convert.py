@@ -16,7 +16,7 @@ from relax_hpc.commands.command import Command
 from relax_hpc.config.layer_validation import COMMAND_LINE
 
 if TYPE_CHECKING:
-    from relax_hpc.convert.conversion import Request
+    from relax_hpc.convert.conversion import ConversionRequest
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHECKS = ("digests", "all")
@@ -87,8 +87,8 @@ def _convert(given: dict[str, Any]) -> int:
     return EXIT_DONE
 
 
-def _request(given: dict[str, Any]) -> Request:
-    from relax_hpc.convert.conversion import Request
+def _request(given: dict[str, Any]) -> ConversionRequest:
+    from relax_hpc.convert.conversion import ConversionRequest
 
     for name, allowed in (("dtype", _DTYPES), ("verify", _CHECKS)):
         if given.get(name) is not None and given[name] not in allowed:
@@ -97,7 +97,7 @@ def _request(given: dict[str, Any]) -> Request:
             )
     if "prompt" in given and given.get("verify") != "all":
         raise ConfigError(f"{COMMAND_LINE}: --prompt: found without --verify, give both or none")
-    return Request(
+    return ConversionRequest(
         source=Path(given["source"]),
         target=Path(given["target"]),
         dtype=given.get("dtype", ""),

@@ -1,5 +1,7 @@
-"""Conversion between Hugging Face models and megatron-core's distributed checkpoints; which way,
-the source decides."""
+"""Conversion between Hugging Face models and megatron-core's distributed checkpoints.
+
+The source determines the direction.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.base.foreign_files import INDEX_BYTES, read_json_object
 from relax_hpc.base.weight_files import read_header, weight_files
 from relax_hpc.convert import verify
-from relax_hpc.convert.frozen_tensors import Passengers
+from relax_hpc.convert.frozen_tensors import FrozenTensors
 from relax_hpc.convert.hf_tensors import HfTensors
 from relax_hpc.convert.to_hf import MegatronTensors, ToHf, check_types
 from relax_hpc.convert.to_megatron import HEADERS, HUGGINGFACE, ToMegatron
@@ -30,59 +33,60 @@ from relax_hpc.training.weights.version_files import check_listed, check_unchang
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 PLAN_VERSION = 1
-"""Version of what is written; with another, a conversion that was interrupted starts again."""
-_OF_A_RUN = re.compile(r"(\w+-)?[ei]\d{6}-step-\d{6}|\..*")
-"""Names of checkpoints that count by their marker alone, and of those that never came to their
-end."""
+"""Version of the written format. A conversion that another version has begun starts again."""
+_RUN_CHECKPOINT = re.compile(r"(\w+-)?[ei]\d{6}-step-\d{6}|\..*")
+"""Names of a run's checkpoints, which are complete only with a marker, and of unfinished ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """Request for a conversion."""
+class ConversionRequest:
+    """Options of a conversion."""
 
     source: Path
     target: Path
     dtype: str = ""
-    """Type of the result: float32, bfloat16 or float16; empty: as it is."""
+    """Type of the result: float32, bfloat16 or float16; empty: that of the source."""
     shard_bytes: int = 0
-    """Bytes of a file at most; 0: as the model's files were, else 5 GB."""
+    """Maximum bytes of a file; 0: files as in the original model, else 5 GB."""
     model: Path | None = None
-    """Hugging Face directory of the model that a megatron checkpoint is of; None: what lies with it
-    or its run."""
+    """Hugging Face directory of the model of a megatron checkpoint; None: the copy in the
+    checkpoint, or in its run."""
     verify: str = ""
-    """Comparison afterwards: "digests", "all" (logits too) or empty."""
+    """Comparison after the conversion: "digests", "all" (also logits) or empty."""
     prompt: str = ""
-    """Prompt for comparing logits: a text, or token ids with commas between."""
+    """Prompt for the comparison of logits: a text, or token ids separated by commas."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of config.json to ignore, as `model.ignore_keys`."""
 
 
 def convert(
-    request: Request, progress: Callable[[str], None] = lambda line: None
+    request: ConversionRequest, progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Convert, or go on with a conversion that was interrupted; a report in JSON values.
+    """Convert a model, or continue an interrupted conversion. Returns a report in JSON values.
 
-    In memory at a time: one parameter of one layer (or expert, or the embedding) and copies of it,
-    at most six times the size of the largest; for logits a whole model in float32.
+    Memory: one parameter of one layer (or expert, or the embedding) and copies of it, at most six
+    times the size of the largest. The comparison of logits needs a whole model in float32.
 
-    ConfigError: the source is not whole, or not what its config.json says, or the target is there.
+    ConfigError: the source is incomplete or contradicts its config.json, or the target exists.
     RelaxError: the target cannot be written.
     """
     started = time.monotonic()
     check_paths(request)
     try:
-        report = (_to_megatron if is_hf(request.source) else _to_hf)(request, progress)
+        if is_hf(request.source):
+            report = _to_megatron(request, progress)
+        else:
+            report = _to_hf(request, progress)
     except OSError as error:
         raise RelaxError(
-            f"convert: {error}; run the same again, what is finished is kept"
+            f"convert: {error}; run the same command again, finished files are kept"
         ) from error
-    about = {"source": str(request.source), "target": str(request.target)}
-    return about | report | {"seconds": round(time.monotonic() - started, 3)}
+    paths = {"source": str(request.source), "target": str(request.target)}
+    return paths | report | {"seconds": round(time.monotonic() - started, 3)}
 
 
-def check_paths(request: Request) -> None:
-    """ConfigError unless the source looks like something that can be converted, and the target is
-    free."""
+def check_paths(request: ConversionRequest) -> None:
+    """ConfigError: the source is no model that can be converted, or the target exists."""
     if not is_hf(request.source) and not is_megatron(request.source):
         raise ConfigError(
             f"{request.source}: found neither *.safetensors (a Hugging Face model) nor {METADATA} "
@@ -100,31 +104,33 @@ def is_hf(directory: Path) -> bool:
 
 def is_megatron(directory: Path) -> bool:
     """Whether a directory looks like a distributed checkpoint."""
-    return any((directory / name).exists() for name in (METADATA, CONFIG, MARKER)) or any(
-        directory.glob("*.distcp")
-    )
+    has_description = any((directory / name).exists() for name in (METADATA, CONFIG, MARKER))
+    return has_description or any(directory.glob("*.distcp"))
 
 
-def _to_megatron(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
+def _to_megatron(request: ConversionRequest, progress: Callable[[str], None]) -> dict[str, Any]:
     check_listed(request.source)
     spec = spec_from_config(read_config(request.source), request.ignore_keys, "convert")
     source = HfTensors(request.source, spec)
     job = ToMegatron(source, spec, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
-    job.parts()
+    # Check all types before anything is written.
+    job.files()
     ids = _prompt(request, request.source, spec)
-    work, found = Workspace(request.target, _plan(request, request.source)), {}
+    work = Workspace(request.target, _plan(request, request.source))
+    report = dict[str, Any]()
 
     def check(path: Path) -> None:
         target = MegatronTensors(StoredState(path), spec)
-        found.update(_verify(request, source, target, (request.source, path), spec, ids, progress))
+        paths = request.source, path
+        report.update(_verify(request, source, target, paths, spec, ids, progress))
 
     job.write(work, progress, check)
-    return {"direction": "megatron", "files_kept": work.kept} | found
+    return {"direction": "megatron", "files_kept": work.kept_files} | report
 
 
-def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
-    _check_ended(request.source)
-    model, headers = _model_of(request)
+def _to_hf(request: ConversionRequest, progress: Callable[[str], None]) -> dict[str, Any]:
+    _check_complete(request.source)
+    model, headers = _find_model(request)
     hf_config = read_config(model)
     spec = spec_from_config(hf_config, request.ignore_keys, "convert")
     state = StoredState(request.source)
@@ -132,24 +138,27 @@ def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
     source = MegatronTensors(state, spec)
     check_types(source)
     shard_bytes = request.shard_bytes or DEFAULT_SHARD_BYTES
-    passengers = Passengers.of(model, spec)
-    job = ToHf(source, spec, hf_config, model, headers, _dtype(request), shard_bytes, passengers)
+    frozen = FrozenTensors.from_directory(model, spec)
+    job = ToHf(source, spec, hf_config, model, headers, _dtype(request), shard_bytes, frozen)
+    # Check the headers before anything is written.
     job.files()
     ids = _prompt(request, model, spec)
-    work, found = Workspace(request.target, _plan(request, request.source, model)), {}
+    work = Workspace(request.target, _plan(request, request.source, model))
+    report = dict[str, Any]()
 
     def check(path: Path) -> None:
         target = HfTensors(path, spec)
-        found.update(_verify(request, source, target, (path, request.source), spec, ids, progress))
+        paths = path, request.source
+        report.update(_verify(request, source, target, paths, spec, ids, progress))
 
     job.write(work, progress, check)
-    return {"direction": "hf", "files_kept": work.kept} | found
+    return {"direction": "hf", "files_kept": work.kept_files} | report
 
 
-def _check_ended(directory: Path) -> None:
-    if _OF_A_RUN.fullmatch(directory.name) and not (directory / MARKER).exists():
+def _check_complete(directory: Path) -> None:
+    if _RUN_CHECKPOINT.fullmatch(directory.name) and not (directory / MARKER).exists():
         raise ConfigError(
-            f"{directory / MARKER}: missing, so saving did not come to its end; take an older "
+            f"{directory / MARKER}: missing, so the checkpoint is incomplete; name an older "
             "checkpoint"
         )
 
@@ -158,79 +167,81 @@ def _refuse_critic(state: StoredState) -> None:
     head = state.tensors.get("output_layer.weight")
     if head and len(head.size) == 1:
         raise ConfigError(
-            f"{state.directory}: found a critic, which says a value of a text and is no language "
-            "model; allowed: the "
-            "policy's part of the checkpoint, the folder whose name begins with i"
+            f"{state.directory}: found a critic, which returns values and is not a language model; "
+            "allowed: the policy's part of the checkpoint, the folder whose name begins with i"
         )
 
 
-def _model_of(request: Request) -> tuple[Path, dict[str, str] | None]:
-    """The folder of config.json and tokenizer, and the headers of the files that the model came
-    from."""
-    kept = request.source / HUGGINGFACE
-    model = request.model or (
-        kept if kept.is_dir() else request.source.absolute().parent.parent / "model"
-    )
+def _find_model(request: ConversionRequest) -> tuple[Path, dict[str, str] | None]:
+    """Folder of config.json and tokenizer, and headers of the files of the original model.
+
+    Headers are None if new files are to be written.
+    """
+    copied = request.source / HUGGINGFACE
+    model = request.model
+    if model is None:
+        of_run = request.source.absolute().parent.parent / "model"
+        model = copied if copied.is_dir() else of_run
     if not (model / "config.json").exists():
         raise ConfigError(
             f"--model: found no config.json in {model}; name the Hugging Face directory of this "
             "model"
         )
-    if request.model is None and model != kept:
+    if request.model is None and model != copied:
         check_unchanged(model.parent / "weights", model)
     if request.shard_bytes:
         return model, None
-    if model == kept:
-        return model, _kept_headers(kept / HEADERS)
+    if model == copied:
+        return model, _read_headers(copied / HEADERS)
     files = weight_files(model) if any(model.glob("*.safetensors")) else []
     return model, {file.name: read_header(file).text for file in files} or None
 
 
-def _kept_headers(path: Path) -> dict[str, str]:
+def _read_headers(path: Path) -> dict[str, str]:
     fix = "name the model with --model, or give --shard-size"
     return read_json_object(path, fix, most_bytes=INDEX_BYTES)
 
 
-def _dtype(request: Request) -> torch.dtype | None:
+def _dtype(request: ConversionRequest) -> torch.dtype | None:
     return getattr(torch, request.dtype) if request.dtype else None
 
 
-def _plan(request: Request, *folders: Path) -> dict[str, Any]:
-    """Plan of all that decides the bytes that are written, with the state of all files that are
-    read."""
-    files = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
-    about = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+def _plan(request: ConversionRequest, *folders: Path) -> dict[str, Any]:
+    """All inputs that determine the written bytes, with size and time of each source file."""
+    paths = sorted(chain.from_iterable(folder.iterdir() for folder in folders))
+    files = [path for path in paths if path.is_file()]
+    stats = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     return {
         "version": PLAN_VERSION,
         "dtype": request.dtype,
         "shard_bytes": request.shard_bytes,
-        "files": about,
+        "files": stats,
     }
 
 
-def _prompt(request: Request, tokenizer: Path, spec: ModelSpec) -> list[int]:
-    """Token ids for logits; none if they are not asked for."""
-    return (
-        verify.prompt_ids(request.prompt, tokenizer, spec.vocab) if request.verify == "all" else []
-    )
+def _prompt(request: ConversionRequest, tokenizer: Path, spec: ModelSpec) -> list[int]:
+    """Token ids for the comparison of logits; empty without that."""
+    if request.verify != "all":
+        return []
+    return verify.prompt_ids(request.prompt, tokenizer, spec.vocab)
 
 
 def _verify(
-    request: Request,
-    source: verify.Pieces,
-    target: verify.Pieces,
-    places: tuple[Path, Path],
+    request: ConversionRequest,
+    source: verify.PieceSource,
+    target: verify.PieceSource,
+    paths: tuple[Path, Path],
     spec: ModelSpec,
     ids: list[int],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Compare both sides; `places`: the Hugging Face directory and the megatron one."""
+    """Compare source and target; `paths`: the Hugging Face directory and the megatron one."""
     if not request.verify:
         return {}
     progress("verify: all tensors are read again")
-    digests = verify.compare(source, target, spec)
+    digests = verify.compare_tensors(source, target, spec)
     report: dict[str, Any] = {"tensors": len(digests), "digests": digests}
     if ids:
         progress("verify: logits")
-        report["logits"] = verify.compare_logits(*places, spec, ids)
+        report["logits"] = verify.compare_logits(*paths, spec, ids)
     return report

@@ -1,5 +1,4 @@
-"""Tensors of a Hugging Face directory that are no part of what is trained: they go through a
-conversion as they are."""
+"""Tensors of a Hugging Face model that are not trained; a conversion copies them unchanged."""
 
 from __future__ import annotations
 
@@ -12,56 +11,58 @@ import torch
 from torch import Tensor
 
 from relax_hpc.base.weight_files import read_header
-from relax_hpc.convert.hf_tensors import DTYPES, Place, read_place, write_tensors
+from relax_hpc.convert.hf_tensors import DTYPES, TensorLocation, read_location, write_tensors
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.weights.tensors import header_text
 
-FILE = "passengers.safetensors"
-"""File with them beside the small files of a converted checkpoint."""
+FROZEN_FILE = "passengers.safetensors"
+"""Name of the file with these tensors in a converted checkpoint."""
 
 
-class Passengers:
-    """The untrained tensors of a directory, read when they are asked for."""
+class FrozenTensors:
+    """The untrained tensors of a directory. Each is read on demand."""
 
-    def __init__(self, places: Mapping[str, Place] = MappingProxyType({})) -> None:
-        self._places = places
+    def __init__(self, locations: Mapping[str, TensorLocation] = MappingProxyType({})) -> None:
+        self._locations = locations
 
     @classmethod
-    def of(cls, directory: Path, spec: ModelSpec) -> Passengers:
-        """Find those of ``directory``; there may be none. ConfigError names a file that is
-        broken."""
-        # A converted checkpoint keeps the model's index, and of its files those of these tensors
-        # alone.
+    def from_directory(cls, directory: Path, spec: ModelSpec) -> FrozenTensors:
+        """Find the untrained tensors of ``directory``; there may be none.
+
+        ConfigError names a file that is damaged.
+        """
+        # Read the files, not the index: a converted checkpoint has the index of the whole model,
+        # but only the file of these tensors.
+        locations = dict[str, TensorLocation]()
         paths = sorted(directory.glob("*.safetensors")) if spec.untrained_prefixes else []
-        found = ((path, read_header(path).tensors.items()) for path in paths)
-        return cls(
-            {
-                name: Place(path, one)
-                for path, tensors in found
-                for name, one in tensors
-                if spec.is_untrained(name)
-            }
-        )
+        for path in paths:
+            for name, stored in read_header(path).tensors.items():
+                if spec.is_untrained(name):
+                    locations[name] = TensorLocation(path, stored)
+        return cls(locations)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._locations)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._locations
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return self._places[name].stored.shape
+        return self._locations[name].stored.shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor, which it keeps."""
-        return DTYPES[self._places[name].stored.dtype]
+        """Type of a tensor; a conversion does not change it."""
+        return DTYPES[self._locations[name].stored.dtype]
 
     def read(self, name: str) -> Tensor:
-        """Tensor of that name."""
-        return read_place(self._places[name])
+        """Read a tensor."""
+        return read_location(self._locations[name])
 
     def write(self, file: Any) -> None:
-        """Write all into a file of their own."""
-        about = [(name, one.stored.dtype, one.stored.shape) for name, one in self._places.items()]
-        write_tensors(file, header_text(about, {"format": "pt"}), map(self.read, self._places))
+        """Write all tensors into one file."""
+        entries = [
+            (name, location.stored.dtype, location.stored.shape)
+            for name, location in self._locations.items()
+        ]
+        write_tensors(file, header_text(entries, {"format": "pt"}), map(self.read, self._locations))

@@ -1,5 +1,4 @@
-"""Safetensors files read and written piece by piece: strict about headers, and never more in memory
-than one tensor.
+"""Safetensors files, read and written piece by piece, with at most one tensor in memory.
 
 The reasons not to use the safetensors library are in `relax_hpc.base.weight_files` (reading) and
 `relax_hpc.training.weights.tensors.header_text` (writing).
@@ -34,18 +33,18 @@ TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Place of a piece in a file."""
+class TensorLocation:
+    """Location of a piece in a file."""
 
     path: Path
     stored: StoredTensor
-    """The piece, or the block turned around that it is a part of."""
+    """The piece, or the transposed block that contains it."""
     rows: slice | None = None
-    """Rows that it has of the block; None: it is no part of one."""
+    """Rows of the piece in a transposed block; None: the piece is not in such a block."""
 
 
 def write_tensors(file: Any, text: str, tensors: Iterable[Tensor]) -> None:
-    """A file's header and then its tensors, each taken when the one before it is written."""
+    """Write the header ``text``, then the tensors; the next is taken when one is written."""
     data = text.encode()
     file.write(len(data).to_bytes(8, "little") + data)
     for tensor in tensors:
@@ -54,15 +53,14 @@ def write_tensors(file: Any, text: str, tensors: Iterable[Tensor]) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor, without a copy if it is contiguous."""
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 class HfTensors:
-    """The pieces of a model that lie in a Hugging Face directory, whichever form they are stored
-    in.
+    """The pieces of a model in a Hugging Face directory, in any form in which they are stored.
 
-    ConfigError names the file that is broken, or the tensor that is unknown, missing, mis-shaped or
-    there twice.
+    ConfigError names a damaged file, or a tensor that is unknown, missing, stored twice, or has a
+    wrong shape.
     """
 
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
@@ -70,7 +68,7 @@ class HfTensors:
         self.directory = directory
         self.headers = {path.name: read_header(path) for path in paths}
         """Header of each file, by name."""
-        self._place: dict[str, Place] = {}
+        self._locations: dict[str, TensorLocation] = {}
         forms = stored_forms(spec)
         for path in paths:
             for name, stored in self.headers[path.name].tensors.items():
@@ -89,66 +87,72 @@ class HfTensors:
             )
         form = find_form(forms, stored.shape)
         if form is None:
-            expected = " or ".join(str([*one.shape]) for one in forms)
+            expected = " or ".join(str([*allowed.shape]) for allowed in forms)
             raise ConfigError(
                 f"{path}: tensor {name} has shape {list(stored.shape)}, expected {expected}"
             )
         if spec.tied and name == spec.output:
-            self._place[name] = Place(path, stored)
+            self._locations[name] = TensorLocation(path, stored)
             return
-        for piece, place in _places(path, stored, form):
-            if piece.name in self._place:
+        for piece, location in _piece_locations(path, stored, form):
+            if piece.name in self._locations:
                 raise ConfigError(
-                    f"{path}: tensor {name}: {piece.name} lies in another file or tensor too"
+                    f"{path}: tensor {name}: {piece.name} is in another file or tensor too"
                 )
-            self._place[piece.name] = place
+            self._locations[piece.name] = location
 
     def _check_complete(self, spec: ModelSpec) -> None:
         for name, piece in all_pieces(spec).items():
-            if name not in self._place:
-                where = f"{self.directory}: tensor {name}"
-                raise ConfigError(f"{where} is missing, expected shape {list(piece.shape)}")
+            if name not in self._locations:
+                raise ConfigError(
+                    f"{self.directory}: tensor {name} is missing, expected shape "
+                    f"{list(piece.shape)}"
+                )
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a piece."""
-        return DTYPES[self._place[name].stored.dtype]
+        return DTYPES[self._locations[name].stored.dtype]
 
     def read(self, name: str) -> Tensor:
-        """Tensor of a piece."""
-        return read_place(self._place[name])
+        """Read a piece."""
+        return read_location(self._locations[name])
 
 
-def read_place(place: Place) -> Tensor:
-    """The tensor that lies there."""
-    whole = _read(place.path, place.stored)
-    return whole if place.rows is None else whole[:, place.rows].t().contiguous()
+def read_location(location: TensorLocation) -> Tensor:
+    """Read the tensor at ``location``."""
+    tensor = _read(location.path, location.stored)
+    return tensor if location.rows is None else tensor[:, location.rows].t().contiguous()
 
 
-def _places(path: Path, stored: StoredTensor, form: StoredForm) -> Iterator[tuple[Piece, Place]]:
-    """Places of the pieces of a tensor."""
-    at = stored.start
+def _piece_locations(
+    path: Path, stored: StoredTensor, form: StoredForm
+) -> Iterator[tuple[Piece, TensorLocation]]:
+    """Locations of the pieces of a stored tensor."""
+    start = stored.start
     if not form.transposed:
         for piece in form.pieces:
-            one = StoredTensor(stored.dtype, piece.shape, at)
-            yield piece, Place(path, one)
-            at += one.bytes
+            tensor = StoredTensor(stored.dtype, piece.shape, start)
+            yield piece, TensorLocation(path, tensor)
+            start += tensor.bytes
         return
     for pieces in form.blocks:
-        block, first = StoredTensor(stored.dtype, stored.shape[1:], at), 0
+        block, first_row = StoredTensor(stored.dtype, stored.shape[1:], start), 0
         for piece in pieces:
-            yield piece, Place(path, block, slice(first, first + piece.shape[0]))
-            first += piece.shape[0]
-        at += block.bytes
+            rows = slice(first_row, first_row + piece.shape[0])
+            yield piece, TensorLocation(path, block, rows)
+            first_row += piece.shape[0]
+        start += block.bytes
 
 
 def _read(path: Path, stored: StoredTensor) -> Tensor:
-    room = torch.empty(stored.bytes, dtype=torch.uint8)
+    data = torch.empty(stored.bytes, dtype=torch.uint8)
     with open_regular(path) as file:
         file.seek(stored.start)
-        _fill(file, memoryview(room.numpy()), path)
-    return room.view(DTYPES[stored.dtype]).view(stored.shape)
+        _fill(file, data.numpy().data, path)
+    return data.view(DTYPES[stored.dtype]).view(stored.shape)
 
 
 def _fill(file: BinaryIO, view: memoryview, path: Path) -> None:
+    # The type BinaryIO lacks readinto, which regular files have.
     if file.readinto(view) != len(view):  # type: ignore[attr-defined]
         raise ConfigError(f"{path}: shorter than its header says; download it again")

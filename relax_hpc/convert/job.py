@@ -1,5 +1,4 @@
-"""A conversion as a Slurm job, through submitit: it goes on where it was when the job is preempted
-or out of time."""
+"""A conversion as a Slurm job, by submitit. After preemption or a time limit the job continues."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ from relax_hpc.base.errors import EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.base.rundir import private_folder
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
 
-_LOOK_S, _ASK_S = 1.0, 10.0
-"""Seconds between looks for the result, and between questions to slurmctld."""
-_LATE_S = 60.0
-"""Seconds for the result of an ended job to show on a shared file system."""
+_POLL_S, _QUERY_S = 1.0, 10.0
+"""Seconds between checks for the result, and between queries of slurmctld."""
+_RESULT_TIMEOUT_S = 60.0
+"""Seconds until the result of an ended job must be visible on a shared filesystem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +24,9 @@ class JobOptions:
     partition: str = ""
     account: str = ""
     time: int = 120
-    """Time limit, minutes; a job that needs more is requeued and goes on."""
+    """Time limit in minutes. A job that needs more is requeued and continues."""
     mem: int = 0
-    """Memory, GB."""
+    """Memory in GB."""
     cpus: int = 2
     wait: bool = False
     """Whether to wait until the job has ended."""
@@ -37,32 +36,32 @@ class ConversionJob:
     """Function that submitit pickles and runs."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        """``request``: the fields of `convert.Request`."""
+        """``request``: the fields of a `ConversionRequest`."""
         self.request = request
 
     def __call__(self) -> dict[str, Any]:
-        """{"exit_code", "report"} or {"exit_code", "error"}: an error is one line here too."""
-        from relax_hpc.convert.conversion import Request, convert
+        """{"exit_code", "report"}, or {"exit_code", "error"} with an error of one line."""
+        from relax_hpc.convert.conversion import ConversionRequest, convert
 
         try:
-            return {"exit_code": EXIT_DONE, "report": convert(Request(**self.request), print)}
+            report = convert(ConversionRequest(**self.request), print)
+            return {"exit_code": EXIT_DONE, "report": report}
         except RelaxError as error:
             print(error)
             return {"exit_code": error.exit_code, "error": str(error)}
 
     def checkpoint(self) -> Any:
-        """Submission of the same again: what is finished is on disk, so it goes on."""
+        """Submit the same job again: it continues, because finished files are on disk."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
 
 
 def submit(request: Any, options: JobOptions, cluster: str = "slurm") -> dict[str, Any]:
-    """Hand `request`, a `convert.Request`, to Slurm: {"job", "log"}, and what the job returned if
-    it is waited for.
+    """Submit a `ConversionRequest`. Returns {"job", "log"}, with `wait` also the job's result.
 
-    The job's files lie beside the target, in a folder for this user alone. `cluster` "local" runs
-    it as a process. ConfigError: submitit or Slurm is missing, or refuses the options. RelaxError:
+    The job's files are in a private folder next to the target. `cluster` "local" starts a process
+    instead of a job. ConfigError: submitit or Slurm is missing, or rejects the options. RelaxError:
     the job was lost.
     """
     try:
@@ -80,53 +79,54 @@ def submit(request: Any, options: JobOptions, cluster: str = "slurm") -> dict[st
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
         executor.update_parameters(**_parameters(options, cluster))
         job = executor.submit(ConversionJob(asdict(request) | absolute))
-    # submitit has no errors of its own here: sbatch's answer comes as FailedJobError, a missing
-    # srun as RuntimeError.
+    # submitit has no base class of errors: it raises FailedJobError for an answer of sbatch, and
+    # RuntimeError if srun is missing.
     except Exception as error:
         raise ConfigError(f"--slurm: {error}") from error
-    about = {"job": job.job_id, "log": str(job.paths.stdout)}
+    submitted = {"job": job.job_id, "log": str(job.paths.stdout)}
     if not options.wait:
-        return about
+        return submitted
     if cluster == "slurm":
         _await_result(job, Slurm())
-    return about | _result(job)
+    return submitted | _result(job)
 
 
 def _parameters(options: JobOptions, cluster: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    """Parameters of submitit's executor. A conversion needs no GPU."""
+    parameters: dict[str, Any] = {
         "name": "relax-convert",
         "timeout_min": options.time,
         "cpus_per_task": options.cpus,
     }
     if options.mem:
-        found["mem_gb"] = options.mem
-    if cluster == "slurm":
-        # A GPU is never needed.
-        named = {"slurm_partition": options.partition, "slurm_account": options.account}
-        found |= {name: value for name, value in named.items() if value}
-    return found
+        parameters["mem_gb"] = options.mem
+    if cluster == "slurm" and options.partition:
+        parameters["slurm_partition"] = options.partition
+    if cluster == "slurm" and options.account:
+        parameters["slurm_account"] = options.account
+    return parameters
 
 
 def _await_result(job: Any, slurm: Slurm) -> None:
-    """Wait until a Slurm job has left a result, or submitit knows that it has ended.
+    """Wait until a Slurm job has left a result, or submitit reports its end.
 
-    submitit 1.5.4 learns of ended jobs from sacct alone. Where Slurm has no accounting, it would
-    wait without end for a job that was killed. RelaxError: squeue does not know the job, and there
-    is still no result `_LATE_S` seconds later.
+    submitit 1.5.4 learns only from sacct that a job has ended. Without accounting it would wait
+    for ever for a job that was killed. RelaxError: squeue does not list the job, and there is no
+    result `_RESULT_TIMEOUT_S` seconds later.
     """
-    asked_at, last_seen_at = time.monotonic(), time.monotonic()
+    queried_at, last_seen_at = time.monotonic(), time.monotonic()
     while not job.done():
-        if time.monotonic() - asked_at >= _ASK_S:
-            asked_at = time.monotonic()
+        if time.monotonic() - queried_at >= _QUERY_S:
+            queried_at = time.monotonic()
             if _may_be_known(job.job_id, slurm):
                 last_seen_at = time.monotonic()
-            elif asked_at - last_seen_at >= _LATE_S:
+            elif queried_at - last_seen_at >= _RESULT_TIMEOUT_S:
                 raise _lost_job_error(job)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _may_be_known(job_id: str, slurm: Slurm) -> bool:
-    """Whether squeue knows a job. True as well if it does not answer: the job may still run."""
+    """Whether squeue lists a job. Also true if squeue does not answer: the job may still run."""
     try:
         return job_id in slurm.jobs(job_id)
     except SlurmError:
@@ -144,5 +144,6 @@ def _result(job: Any) -> dict[str, Any]:
 
 def _lost_job_error(job: Any) -> RelaxError:
     return RelaxError(
-        f"job {job.job_id} was lost, see {job.paths.stderr}; run the same again, it goes on"
+        f"job {job.job_id} was lost, see {job.paths.stderr}; run the same command again, it "
+        "continues"
     )

@@ -1,5 +1,8 @@
-"""Reads `.metadata`, the pickle that describes a torch_dist checkpoint, as what it is: bytes of
-somebody else."""
+"""Safe reader of `.metadata`, the pickle that describes a torch_dist checkpoint.
+
+A checkpoint may come from another user, so the reader accepts only the names that it knows and
+calls no code that the pickle names.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,29 @@ from torch.serialization import _get_layout
 
 
 class UnknownEntryError(Exception):
-    """The pickle names something that does not describe tensors; nothing of it was called."""
+    """The pickle names something that does not describe tensors. Nothing in it was called."""
 
 
 class _Sealed(type):
-    """A class that stays as it is: pickle can set attributes of whatever it finds, of classes for
-    the whole process."""
+    """Metaclass of classes without assignable attributes.
+
+    A pickle can set attributes of any class that it names, with effect on the whole process.
+    """
 
     def __setattr__(cls, name: str, value: Any) -> NoReturn:
         raise UnknownEntryError(f"an assignment to {cls.__name__}.{name}")
 
 
-def _sealed(found: type) -> type:
-    return _Sealed(found.__name__, (found,), {})
+def _sealed(base: type) -> type:
+    return _Sealed(base.__name__, (base,), {})
 
 
-def _path(*parts: str) -> str:
-    return "/".join(parts)
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def _path(*names: str) -> str:
+    return "/".join(names)
 
 
 def _layout(name: str) -> torch.layout:
@@ -51,10 +60,13 @@ def _memory_format(value: int) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING(value)
 
 
-def _enum_member(of: Any, name: str) -> _MEM_FORMAT_ENCODING:
-    """An enum's member as Python 3.11.2 stores it, `getattr(enum, name)`; others (3.11.7, 3.12)
-    store `enum(value)`."""
-    if of is not _memory_format:
+def _enum_member(enum: Any, name: str) -> _MEM_FORMAT_ENCODING:
+    """Member of an enum.
+
+    Python 3.11.2 pickles it as `getattr(enum, name)`, later versions (3.11.7, 3.12) as
+    `enum(value)`.
+    """
+    if enum is not _memory_format:
         raise UnknownEntryError("builtins.getattr of something that is no enum")
     return _MEM_FORMAT_ENCODING[name]
 
@@ -77,11 +89,11 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any] | torch.dtype] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
     (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): _memory_format,
-    **{(one.__module__, one.__name__): _sealed(one) for one in _DESCRIPTIONS},
-    **{("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)},
+    **{(kind.__module__, kind.__name__): _sealed(kind) for kind in _DESCRIPTIONS},
+    **{("torch", name): dtype for name, dtype in vars(torch).items() if _is_dtype(dtype)},
 }
-"""All that a `.metadata` may name. What could be changed from inside the pickle has a stand-in that
-cannot."""
+"""All names that a `.metadata` may contain. Classes are replaced by subclasses whose attributes a
+pickle cannot set."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -94,25 +106,33 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(
     file: BinaryIO,
 ) -> tuple[dict[str, TensorStorageMetadata], dict[tuple[str, tuple[int, ...]], _StorageInfo]]:
-    """The tensors by key, and where the bytes of each block lie, by (key, offsets). No code of the
-    file runs.
+    """The tensors by key, and the location of each block by (key, offsets).
 
-    UnknownEntryError: it names something else than descriptions of tensors. Any other error: it is
-    damaged.
+    No code of the file runs. UnknownEntryError: the file names something that does not describe
+    tensors. Any other error: the file is damaged.
     """
-    found = _Unpickler(file).load()
-    entries = found.state_dict_metadata.items()
-    tensors = {key: about for key, about in entries if isinstance(about, TensorStorageMetadata)}
-    for key, about in tensors.items():
-        _check(key, about)
-    stored = found.storage_data.items()
-    return tensors, {
-        (index.fqn, tuple(index.offset)): info for index, info in stored if index.offset is not None
+    metadata = _Unpickler(file).load()
+    tensors = {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
+    for key, entry in tensors.items():
+        _check(key, entry)
+    locations = {
+        (index.fqn, tuple(index.offset)): info
+        for index, info in metadata.storage_data.items()
+        if index.offset is not None
+    }
+    return tensors, locations
 
 
-def _check(key: str, about: TensorStorageMetadata) -> None:
-    sizes = [about.size, *(size for one in about.chunks for size in (one.offsets, one.sizes))]
-    sized = all(isinstance(size, torch.Size) and len(size) == len(about.size) for size in sizes)
-    if not (isinstance(key, str) and sized and isinstance(about.properties.dtype, torch.dtype)):
+def _check(key: str, entry: TensorStorageMetadata) -> None:
+    """Check the types in a tensor's description: the pickle may have put anything there."""
+    sizes = [entry.size]
+    for chunk in entry.chunks:
+        sizes += [chunk.offsets, chunk.sizes]
+    has_sizes = all(isinstance(size, torch.Size) and len(size) == len(entry.size) for size in sizes)
+    has_type = isinstance(entry.properties.dtype, torch.dtype)
+    if not (isinstance(key, str) and has_sizes and has_type):
         raise ValueError(f"{key!r} is not described as a tensor is")

@@ -1,5 +1,6 @@
-"""Names of parameters in megatron-core's distributed checkpoint: layers and experts stacked along
-leading axes.
+"""Names of parameters in megatron-core's distributed checkpoint.
+
+Equal parameters of all layers and experts are stacked along leading axes of one tensor.
 
 The names and shapes of single parameters come from
 `relax_hpc.training.models.pieces.FusedParameter`.
@@ -19,14 +20,14 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter of one layer (and expert)."""
+class StackedParameter:
+    """One parameter of one layer (and expert), as a slice of a stacked tensor."""
 
     entry: FusedParameter
     key: str
     """Name of the stacked tensor."""
     index: tuple[int, ...]
-    """Place on the leading axes: layer and expert, as far as the parameter has them."""
+    """Index on the leading axes: layer and expert, as far as the parameter has them."""
     stack: tuple[int, ...]
     """Sizes of the leading axes."""
 
@@ -36,38 +37,38 @@ class Parameter:
         return self.entry.shape
 
     @property
-    def whole(self) -> tuple[int, ...]:
+    def stacked_shape(self) -> tuple[int, ...]:
         """Shape of the stacked tensor."""
         return self.stack + self.shape
 
     @property
-    def own_key(self) -> str:
-        """The key that older checkpoints, which stack nothing, have instead."""
-        return (
-            self.key.replace("decoder.layers.", f"decoder.layers.{self.index[0]}.")
-            if self.index
-            else self.key
-        )
+    def unstacked_key(self) -> str:
+        """Key in older checkpoints, which have one tensor per layer."""
+        if not self.index:
+            return self.key
+        return self.key.replace("decoder.layers.", f"decoder.layers.{self.index[0]}.")
 
     @property
     def extra_state(self) -> str | None:
-        """The key of the (empty) extra state that megatron-core keeps for each linear layer; None:
-        not its weight."""
+        """Key of the (empty) extra state that megatron-core stores with each linear layer.
+
+        None unless the parameter is the weight of a linear layer.
+        """
         if not self.index or ".linear_" not in self.key or not self.key.endswith(".weight"):
             return None
-        index, stack = (".".join(map(str, numbers)) for numbers in (self.index, self.stack))
+        index, stack = ".".join(map(str, self.index)), ".".join(map(str, self.stack))
         return f"{self.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}"
 
 
-def parameters(spec: ModelSpec) -> list[Parameter]:
+def parameters(spec: ModelSpec) -> list[StackedParameter]:
     """Parameters of the whole model, in the order of its layers."""
-    # Both layer specs have the keys of Transformer Engine's names.
+    # Checkpoints have the names of Transformer Engine's modules, also without that package.
     entries = stage_entries(spec, range(spec.layers), first=True, last=True, modules="te")
     return [_parameter(entry, spec) for entry in entries]
 
 
-def _parameter(entry: FusedParameter, spec: ModelSpec) -> Parameter:
-    layer, expert = _LAYER.match(entry.name), _EXPERT.search(entry.name)
-    index = tuple(int(found[1]) for found in (layer, expert) if found)
+def _parameter(entry: FusedParameter, spec: ModelSpec) -> StackedParameter:
+    matches = _LAYER.match(entry.name), _EXPERT.search(entry.name)
+    index = tuple(int(match[1]) for match in matches if match)
     key = _EXPERT.sub(".experts.", _LAYER.sub("decoder.layers.", entry.name))
-    return Parameter(entry, key, index, (spec.layers, spec.experts)[: len(index)])
+    return StackedParameter(entry, key, index, (spec.layers, spec.experts)[: len(index)])

@@ -1,12 +1,11 @@
-"""Whether a conversion is right: digests of all tensors on both sides, and the logits of both
-models on a prompt."""
+"""Verification of a conversion: digests of all tensors, and logits of both models on a prompt."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -27,46 +26,47 @@ from relax_hpc.training.models.spec import ModelSpec
 START_TIMEOUT_S = 60.0
 DEFAULT_PROMPT_TOKENS = 32
 TOLERANCE = 1e-2
-"""Tolerance of logits, as a share of the largest: float32 stays far below, a wrong mapping far
-above."""
+"""Tolerance of logits, as a share of the largest. Rounding in float32 stays far below, and a wrong
+mapping is far above."""
 
 
-class Pieces(Protocol):
+class PieceSource(Protocol):
     """One side of a comparison: tensors by the names of pieces."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a piece."""
 
     def read(self, name: str) -> Tensor:
-        """Tensor of a piece."""
+        """Read a piece."""
 
 
 def digest(tensor: Tensor) -> str:
-    """XXH3, 128 bits, of a tensor's bytes."""
+    """XXH3 (128 bits) of a tensor's bytes."""
     return xxhash.xxh3_128(bytes_of(tensor)).hexdigest()
 
 
-def compare(source: Pieces, target: Pieces, spec: ModelSpec) -> dict[str, str]:
-    """The digest of every tensor, read again from both sides; the source's in the target's type.
+def compare_tensors(source: PieceSource, target: PieceSource, spec: ModelSpec) -> dict[str, str]:
+    """Digest of every tensor, read again from both sides.
 
-    ConfigError names the tensors that differ.
+    The source's tensors are converted to the target's types. ConfigError names tensors that differ.
     """
-    found, differing = {}, []
+    digests, differing = dict[str, str](), list[str]()
     for name in all_pieces(spec):
-        found[name] = digest(target.read(name))
-        if digest(source.read(name).to(target.dtype(name))) != found[name]:
+        digests[name] = digest(target.read(name))
+        if digest(source.read(name).to(target.dtype(name))) != digests[name]:
             differing.append(name)
     if differing:
         raise ConfigError(
-            f"verify: {len(differing)} of {len(found)} tensors differ: {', '.join(differing[:3])}"
+            f"verify: {len(differing)} of {len(digests)} tensors differ: {', '.join(differing[:3])}"
         )
-    return found
+    return digests
 
 
 def compare_logits(hf: Path, megatron: Path, spec: ModelSpec, ids: list[int]) -> dict[str, float]:
-    """Difference of the two models' logits. ConfigError: it is more than rounding makes."""
-    theirs, ours = hf_logits(hf, ids), megatron_logits(megatron, spec, ids)
-    largest, difference = float(theirs.abs().max()), float((theirs - ours).abs().max())
+    """Largest difference of the two models' logits. ConfigError: it is above the tolerance."""
+    expected, actual = hf_logits(hf, ids), megatron_logits(megatron, spec, ids)
+    largest, difference = float(expected.abs().max()), float((expected - actual).abs().max())
+    # A difference of NaN is refused too.
     if not difference <= TOLERANCE * largest:
         raise ConfigError(
             f"verify: logits differ by {difference:.3g}, the largest is {largest:.3g}"
@@ -75,8 +75,10 @@ def compare_logits(hf: Path, megatron: Path, spec: ModelSpec, ids: list[int]) ->
 
 
 def prompt_ids(prompt: str, directory: Path, vocab: int) -> list[int]:
-    """Token ids of a prompt: numbers with commas between, or a text for the tokenizer of
-    ``directory``; empty: any."""
+    """Token ids of a prompt: numbers separated by commas, or a text for the tokenizer.
+
+    An empty prompt stands for arbitrary tokens. ``directory``: the folder of the tokenizer.
+    """
     if not prompt:
         return [(7 * position + 3) % vocab for position in range(DEFAULT_PROMPT_TOKENS)]
     if re.fullmatch(r"\d+(,\d+)*", prompt):
@@ -101,7 +103,7 @@ def _tokenize(text: str, directory: Path) -> list[int]:
 
 @torch.no_grad()
 def hf_logits(directory: Path, ids: list[int]) -> Tensor:
-    """[tokens, vocabulary] float32 of transformers' model in float32."""
+    """Logits [tokens, vocabulary] of transformers' model in float32."""
     from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
@@ -111,17 +113,16 @@ def hf_logits(directory: Path, ids: list[int]) -> Tensor:
     logging.disable_progress_bar()
     kind = getattr(transformers, FAMILIES[read_config(directory)["model_type"]].architecture)
     model = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
-    # Of a model that speaks, what thinks.
+    # Qwen3-Omni has two models; `thinker` is the language model.
     model = getattr(model, "thinker", model).to(_device()).eval()
     return model(torch.tensor([ids], device=model.device)).logits[0].cpu()
 
 
 @torch.no_grad()
 def megatron_logits(directory: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
-    """[tokens, vocabulary] float32 of megatron-core's model in float32, loaded as megatron-core
-    loads."""
-    ours = not dist.is_initialized()
-    if ours:
+    """Logits [tokens, vocabulary] of megatron-core's model in float32, loaded by megatron-core."""
+    starts_group = not dist.is_initialized()
+    if starts_group:
         parallel.initialize_alone(_device(), 0, START_TIMEOUT_S)
     try:
         from relax_hpc.training.models.megatron import transformer_config
@@ -132,21 +133,24 @@ def megatron_logits(directory: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
         hidden = module(**spec.inputs(collate([{"token_ids": ids}], 0, _device())))
         return module.logits(hidden)[0, :, : spec.vocab].float().cpu()
     finally:
-        if ours:
+        if starts_group:
             parallel.destroy()
 
 
 def load_module(module: torch.nn.Module, directory: Path) -> None:
-    """Fill this rank's part of a megatron-core model from a checkpoint that was saved under any
-    split. Collective."""
+    """Load this rank's shard of a megatron-core model; all ranks have to call it.
+
+    The checkpoint may have been saved under any split.
+    """
     from megatron.core import dist_checkpointing
 
-    state = {"model": module.sharded_state_dict(prefix="")}
+    # torch's types know `sharded_state_dict` of megatron-core's modules only as a tensor.
+    state = {"model": cast(Any, module).sharded_state_dict(prefix="")}
     with warnings.catch_warnings():
-        # megatron-core uses what torch is about to give up.
+        # megatron-core 0.16.1 calls functions that torch 2.13 marks as deprecated.
         warnings.simplefilter("ignore", FutureWarning)
         module.load_state_dict(dist_checkpointing.load(state, str(directory))["model"])
 
 
-def _device() -> str:
+def _device() -> Literal["cpu", "cuda"]:
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,5 +1,4 @@
-"""A directory in the making: files that are finished are kept over an interruption, and it appears
-by rename."""
+"""Output folder of a conversion. Finished files survive an interruption; a rename completes it."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ T = TypeVar("T")
 
 
 class HashedFile:
-    """A file that is only appended to, and the XXH3 checksum (128 bits) of what went in."""
+    """A file that is written from start to end, with the XXH3 checksum (128 bits) of its bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._sum, self.size = file, xxhash.xxh3_128(), 0
         self.failure: OSError | None = None
-        """Error of a write, which torch turns into one of its own."""
+        """Error of a write, kept because torch replaces it by an error of another type."""
 
     def write(self, data: Any) -> int:
         """Write all of ``data``."""
@@ -46,19 +45,19 @@ class HashedFile:
         return self.size
 
     def flush(self) -> None:
-        """Nothing to do: at the end all of it is synced."""
+        """Does nothing: `Workspace` syncs the complete file."""
 
     @property
     def checksum(self) -> str:
-        """Hexadecimal checksum of what was written."""
+        """Hexadecimal checksum of the written bytes."""
         return self._sum.hexdigest()
 
 
 class Workspace:
-    """Folder that will be ``target``. Its name contains a digest of ``plan`` (JSON values): another
-    plan starts afresh, and two processes that carry out the same one write the same bytes.
+    """Folder that becomes ``target`` by a rename when it is complete.
 
-    ConfigError: ``target`` is there already.
+    Its name contains a digest of ``plan`` (JSON values), so that another plan starts in a new
+    folder. Two processes with the same plan write the same bytes. ConfigError: ``target`` exists.
     """
 
     def __init__(self, target: Path, plan: Any) -> None:
@@ -66,69 +65,72 @@ class Workspace:
         digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:12]
         self.target = target
         self.path = target.with_name(f".{target.name}.converting-{digest}")
-        self.kept = 0
-        """Files that an earlier attempt had finished."""
+        self.kept_files = 0
+        """Number of files that an earlier attempt had finished."""
         self._records = self.path.with_name(f"{self.path.name}.records")
-        with _writing(self.path):
+        with _write_errors(self.path):
             for folder in (self.path, self._records):
-                # By the user's own umask, as what lies in it is.
+                # The user's umask decides the permissions, as for the files in it.
                 folder.mkdir(parents=True, exist_ok=True)
 
     def file(self, name: str, write: Callable[[HashedFile], Any]) -> dict[str, Any]:
-        """The file ``name``, written unless an earlier attempt finished it: its {"checksum",
-        "bytes", "about"}.
+        """Write the file ``name`` unless an earlier attempt has finished it.
 
-        ``about`` is what ``write`` returned (JSON values).
+        Returns its record {"checksum", "bytes", "about"}. ``about`` is the result of ``write``
+        (JSON values).
         """
-        record = self._records / f"{name}.json"
-        if (found := self._finished(name, record)) is not None:
-            self.kept += 1
-            return found
+        record_path = self._records / f"{name}.json"
+        finished = self._finished(name, record_path)
+        if finished is not None:
+            self.kept_files += 1
+            return finished
         temporary = self.path / f".{name}.{os.getpid()}"
-        with _writing(self.path / name, temporary):
-            about = self._write(temporary, write)
+        with _write_errors(self.path / name, temporary):
+            record = self._write(temporary, write)
             temporary.rename(self.path / name)
             sync_directory(self.path)
-            write_json(record, about, sync=True)
-        return about
+            write_json(record_path, record, sync=True)
+        return record
 
     def _write(self, temporary: Path, write: Callable[[HashedFile], Any]) -> dict[str, Any]:
         with temporary.open("wb") as raw:
             file = HashedFile(raw)
             try:
-                about = write(file)
+                result = write(file)
             except RuntimeError:
                 if file.failure is not None:
                     raise file.failure from None
                 raise
             raw.flush()
             os.fsync(raw.fileno())
-        return {"checksum": file.checksum, "bytes": file.size, "about": about}
+        return {"checksum": file.checksum, "bytes": file.size, "about": result}
 
-    def _finished(self, name: str, record: Path) -> dict[str, Any] | None:
-        """Record of a file, if the file is as the record says."""
+    def _finished(self, name: str, record_path: Path) -> dict[str, Any] | None:
+        """Record of a finished file; None if it is missing or its checksum differs."""
         try:
-            found = json.loads(record.read_bytes())
-            return found if checksum(self.path / name) == found["checksum"] else None
+            record = json.loads(record_path.read_bytes())
+            return record if checksum(self.path / name) == record["checksum"] else None
         except (OSError, ValueError, KeyError):
             return None
 
-    def finish(self, last: Callable[[Path], None], check: Callable[[Path], None]) -> None:
-        """Make it ``target``: ``last`` writes the files that make it count, and may do so again;
-        then ``check`` looks.
+    def finish(
+        self, write_description: Callable[[Path], None], check: Callable[[Path], None]
+    ) -> None:
+        """Rename the folder to ``target``.
 
-        Nothing is kept of what does not pass (ConfigError).
+        ``write_description`` writes the remaining files; it may run again after an interruption.
+        Then ``check`` reads the result. If it raises ConfigError, everything is removed.
         """
-        with _writing(self.target):
+        with _write_errors(self.target):
             for path in self.path.glob(".*.[0-9]*"):
                 path.unlink()
-            last(self.path)
+            write_description(self.path)
         try:
             check(self.path)
         except ConfigError:
             self._remove()
             raise
-        with _writing(self.target):
+        with _write_errors(self.target):
             for path in (*self.path.rglob("*"), self.path):
                 sync_directory(path)
             self.path.rename(self.target)
@@ -136,46 +138,45 @@ class Workspace:
         self._remove()
 
     def _remove(self) -> None:
-        for other in self.target.parent.glob(f".{self.target.name}.converting-*"):
-            shutil.rmtree(other, ignore_errors=True)
+        """Remove the folders of this target, also those of other plans."""
+        for folder in self.target.parent.glob(f".{self.target.name}.converting-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def in_files(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
-    """Items that go into a file together, of (item, bytes) in order: up to ``limit`` bytes, or one
-    item that is larger.
+def group_into_files(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
+    """Group (item, bytes) in their order into files of up to ``limit`` bytes.
 
-    >>> in_files([("a", 3), ("b", 3), ("c", 9), ("d", 1)], 6)
+    A larger item gets a separate file.
+
+    >>> group_into_files([("a", 3), ("b", 3), ("c", 9), ("d", 1)], 6)
     [['a', 'b'], ['c'], ['d']]
     """
     files: list[list[T]] = []
-    room = 0
+    free_bytes = 0
     for item, size in items:
-        if not files or size > room:
+        if not files or size > free_bytes:
             files.append([])
-            room = limit
+            free_bytes = limit
         files[-1].append(item)
-        room -= size
+        free_bytes -= size
     return files
 
 
 def check_free(target: Path) -> None:
-    """Raise ConfigError if something has this name."""
+    """Raise ConfigError if ``target`` exists."""
     if target.exists() or target.is_symlink():
-        raise ConfigError(
-            f"{target}: is there already, and is never overwritten; name another target"
-        )
+        raise ConfigError(f"{target}: exists, and is never overwritten; name another target")
 
 
 @contextmanager
-def _writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """A file system that takes no more ends in one line; what is finished stays for the next
-    attempt."""
+def _write_errors(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Turn errors of the filesystem into RelaxError, and remove ``temporary`` at the end."""
     try:
         yield
     except OSError as error:
         raise RelaxError(
-            f"{path}: cannot be written: {error.strerror or error}; what is finished is kept, run "
-            "the same again"
+            f"{path}: cannot be written: {error.strerror or error}; finished files are kept, run "
+            "the same command again"
         ) from error
     finally:
         if temporary is not None:

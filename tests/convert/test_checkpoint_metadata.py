@@ -123,14 +123,14 @@ def test_an_unknown_entry_is_not_called_damaged(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = (copy / METADATA).read_bytes()
-    refused(copy, Reduced(os.system, "false"), "unknown entry: posix.system is not among", capsys)
-    refused(copy, whole[:-9], "damaged; take another checkpoint", capsys)
+    refused(copy, Reduced(os.system, "false"), "unknown entry: posix.system is not a name", capsys)
+    refused(copy, whole[:-9], "damaged; name another checkpoint", capsys)
     other = pickle.loads(whole)
     next(
         about for about in other.state_dict_metadata.values() if hasattr(about, "size")
     ).size = "many"
     refused(copy, other, "is not described as a tensor is", capsys)
-    refused(copy, {}, "damaged; take another checkpoint", capsys)
+    refused(copy, {}, "damaged; name another checkpoint", capsys)
 
 
 @pytest.mark.parametrize("trap", ["method", "chain", "eval", "dotted"])

@@ -207,7 +207,7 @@ def test_a_full_disk_is_said_and_gone_on_from(dense: Path, tmp_path: Path, way: 
     def with_little_room() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, resource.RLIM_INFINITY))
         with pytest.raises(
-            RelaxError, match=r"cannot be written: File too large; what is finished is kept"
+            RelaxError, match=r"cannot be written: File too large; finished files are kept"
         ) as error:
             to(source, target, shard_bytes=size)
         assert error.value.exit_code == 75 and not target.exists()
@@ -272,4 +272,4 @@ def test_the_command_says_what_it_did(dense: Path, tmp_path: Path, capsys: pytes
     assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "again"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["direction"] == "hf"
     assert main(["convert", str(dense), str(tmp_path / "again")]) == 78
-    assert "is there already" in capsys.readouterr().err
+    assert "exists, and is never overwritten" in capsys.readouterr().err

@@ -100,11 +100,11 @@ HF = {
                 {"model.layers.1.mlp.up_proj.weight": torch.zeros(48, 32).bfloat16()}
             )
         ),
-        r"up_proj\.weight is torch\.bfloat16, .* give all one type with --dtype",
+        r"up_proj\.weight is torch\.bfloat16, .* convert all to one type with --dtype",
     ),
     "twice": (
         lambda at: shutil.copyfile(at / WEIGHTS, at / "more.safetensors"),
-        r"lies in another file",
+        r"is in another file",
     ),
     "other head": (
         with_config(tie_word_embeddings=True),
@@ -177,7 +177,7 @@ MEGATRON = {
     "part empty": (with_bytes(lambda data: b"", PART), rf"{PART}: shard .* damaged"),
     "no metadata": (
         lambda at: (at / METADATA).unlink(),
-        r"\.metadata: missing, so saving did not come to its end",
+        r"\.metadata: missing, so the checkpoint is incomplete",
     ),
     "metadata flipped": (
         with_bytes(flipped(700), METADATA),

@@ -15,7 +15,7 @@ from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.cluster.sandbox import Sandbox
 from relax_hpc.commands.program import main
 from relax_hpc.convert import job as conversion_job
-from relax_hpc.convert.conversion import Request
+from relax_hpc.convert.conversion import ConversionRequest
 from relax_hpc.convert.job import ConversionJob, JobOptions, submit
 from tests.helpers.convert_helpers import DENSE, content, model, to
 from tests.helpers.fake_slurm import FakeSlurm
@@ -36,7 +36,7 @@ def test_a_job_converts_and_its_files_are_private(tmp_path: Path, monkeypatch: p
     source = model(tmp_path / "hf", DENSE)
     to(source, tmp_path / "expected")
     monkeypatch.chdir(tmp_path)
-    request = Request(source=Path("hf"), target=Path("megatron"), verify="digests")
+    request = ConversionRequest(source=Path("hf"), target=Path("megatron"), verify="digests")
     answer = submit(request, JobOptions(wait=True), cluster="local")
     assert answer["report"]["tensors"] == 25
     assert "part 1 of 1" in Path(answer["log"]).read_text()
@@ -68,12 +68,14 @@ def test_without_submitit_the_extra_is_named(
 def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"--slurm: .*srun"):
-        submit(Request(source=tmp_path, target=tmp_path / "t"), JobOptions(), cluster="slurm")
+        submit(
+            ConversionRequest(source=tmp_path, target=tmp_path / "t"), JobOptions(), cluster="slurm"
+        )
 
 
 @pytest.fixture
 def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"_LOOK_S": 0.02, "_ASK_S": 0.1, "_LATE_S": 1.0}.items():
+    for name, seconds in {"_POLL_S": 0.02, "_QUERY_S": 0.1, "_RESULT_TIMEOUT_S": 1.0}.items():
         monkeypatch.setattr(conversion_job, name, seconds)
 
 
@@ -95,7 +97,7 @@ def test_a_job_that_squeue_does_not_know_any_more_is_lost(
         return looks[-1]
 
     monkeypatch.setattr(conversion_job, "_may_be_known", look)
-    request = Request(source=tmp_path, target=tmp_path / "megatron")
+    request = ConversionRequest(source=tmp_path, target=tmp_path / "megatron")
     with pytest.raises(RelaxError, match=r"job 7 was lost, see .*megatron\.jobs/7_0_log\.err"):
         submit(request, JobOptions(wait=True))
     assert looks[:4] == [True] * 4 and not any(looks[4:])
@@ -112,7 +114,7 @@ def test_a_job_that_was_killed_is_lost(
     for name, value in sandbox.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(conversion_job, "ConversionJob", kill_itself)
-    request = Request(source=tmp_path, target=tmp_path / "megatron")
+    request = ConversionRequest(source=tmp_path, target=tmp_path / "megatron")
     with pytest.raises(RelaxError, match="was lost"):
         submit(request, JobOptions(wait=True, cpus=1))
 

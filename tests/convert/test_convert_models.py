@@ -198,7 +198,7 @@ def test_a_difference_is_found(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"1 of 25 tensors differ: model\.layers\.1\.self_attn\.k_proj\.weight"
     ):
-        verify.compare(
+        verify.compare_tensors(
             MegatronTensors(StoredState(tmp_path / "megatron"), spec), HfTensors(other, spec), spec
         )
     ids = verify.prompt_ids("", source, DENSE["vocab_size"])

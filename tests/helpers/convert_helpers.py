@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from relax_hpc.convert.conversion import Request, convert
+from relax_hpc.convert.conversion import ConversionRequest, convert
 from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_mapping import all_pieces, stored_forms
 from relax_hpc.training.models.pieces import StoredForm
@@ -133,7 +133,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 def to(source: Path, target: Path, **options: object) -> dict:
     """The report of a conversion."""
-    return convert(Request(source=source, target=target, **options))
+    return convert(ConversionRequest(source=source, target=target, **options))
 
 
 @contextmanager
