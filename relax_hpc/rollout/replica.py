@@ -24,7 +24,7 @@ from relax_hpc.rollout.engines import make_engine
 from relax_hpc.rollout.engines.engine import BadAnswer, Engine, EngineFault
 from relax_hpc.rollout.engines.pool import EngineId
 from relax_hpc.rollout.episodes.history import History
-from relax_hpc.rollout.episodes.play import Repeat, play
+from relax_hpc.rollout.episodes.play import EngineRetry, play
 from relax_hpc.rollout.episodes.turns import Start
 from relax_hpc.rollout.evaluation import Evaluated, EvaluationResults
 from relax_hpc.rollout.media import UNUSABLE
@@ -392,7 +392,7 @@ class Replica:
             self.rollout.report_program(episode)
             return episode
         while True:
-            with contextlib.suppress(Repeat):
+            with contextlib.suppress(EngineRetry):
                 result = await play(
                     self.rollout.task, request, self.ask_once, self.config.rollout.episode_timeout_s
                 )
@@ -401,8 +401,8 @@ class Replica:
     async def ask_once(
         self, request: GenerateRequest, counted: bool = True
     ) -> Generation | BadAnswer:
-        """The engine's response, or the error of one that cannot be used. Repeat: the engine has
-        failed. Too many ``counted`` failures in a row end the role."""
+        """The engine's response, or the error of one that cannot be used. EngineRetry: the engine
+        has failed. Too many ``counted`` failures in a row end the role."""
 
         async def ask(engine: Engine) -> Generation | BadAnswer:
             context_tokens = len(request.context_ids)
@@ -417,7 +417,7 @@ class Replica:
         return await self.ask_engine(ask, counted)
 
     async def ask_engine(self, ask: Callable[[Engine], Awaitable[T]], counted: bool = True) -> T:
-        """The result of ``ask`` for the engine. Repeat: as `ask_once`."""
+        """The result of ``ask`` for the engine. EngineRetry: as `ask_once`."""
         await self.ready.wait()
         engine, failure_count = self.engine, self.failure_count
         try:
@@ -425,10 +425,10 @@ class Replica:
         except EngineFault as fault:
             is_first = failure_count == self.failure_count
             await self.handle_fault(fault, engine, counted and is_first)
-            raise Repeat from fault
+            raise EngineRetry from fault
         if engine is not self.engine or not self.ready.is_set():
             # The engine is being replaced. It may have used weights of two versions.
-            raise Repeat
+            raise EngineRetry
         self.failures = self.replaced = 0
         return answer
 

@@ -27,7 +27,7 @@ from relax_hpc.rollout.bad_row_reports import report_bad_rows
 from relax_hpc.rollout.engines.engine import BadAnswer
 from relax_hpc.rollout.engines.pool import EnginePool, assigned_engines
 from relax_hpc.rollout.engines.stops import with_stops
-from relax_hpc.rollout.episodes.player import player_of
+from relax_hpc.rollout.episodes.player import make_player
 from relax_hpc.rollout.group_rewards import GroupRewards
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.membership import Membership
@@ -77,7 +77,7 @@ class Rollout:
         self.media = PromptMedia(
             self.client, context.model, context.run.eval_media, self.config.data.multimodal
         )
-        self.player = player_of(config, self.tokenizer, self.media, self.note_fault, self.note)
+        self.player = make_player(config, self.tokenizer, self.media, self.note_fault, self.note)
         """Player of episodes against environments; None: an episode is one response, or the task
         plays it."""
         routes = route_shape_of_model(context.model, config.model)

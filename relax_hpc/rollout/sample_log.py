@@ -155,7 +155,7 @@ class SampleLog:
         return skipped
 
     def close(self) -> None:
-        """Try once to write what is still buffered for a full disk."""
+        """Try once to write the bytes that are still buffered for a full disk."""
         with self._lock:
             if self._lines:
                 with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ from relax_hpc.queue.records import FILTERED
 from relax_hpc.rollout.attempt import Attempt, EpisodeResult
 from relax_hpc.rollout.engines.engine import BadAnswer, BatchedEngine, Engine
 from relax_hpc.rollout.episodes.history import History
-from relax_hpc.rollout.episodes.play import Repeat, play
+from relax_hpc.rollout.episodes.play import EngineRetry, play
 from relax_hpc.rollout.episodes.turns import Start
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.outcomes import Failure, generated_metrics
@@ -208,7 +208,7 @@ class TicketWorker:
     async def generate(
         self, attempt: Attempt, counted: bool = True
     ) -> list[Generation | Episode | BadAnswer]:
-        """The episodes of ``attempt``; the engine generates their missing parts. Repeat: see
+        """The episodes of ``attempt``; the engine generates their missing parts. EngineRetry: see
         `generate_episode`."""
         engine = self.replica.engine
         is_one_response = not (self.rollout.player or self.rollout.task.makes("episode"))
@@ -228,7 +228,7 @@ class TicketWorker:
         bad: dict[int, BadAnswer] = {}
         budget = self.config.rollout.max_new_tokens
         while requests := attempt.requests(self.rollout.sampling, budget, but=bad):
-            with contextlib.suppress(*([Repeat] if counted else [])):
+            with contextlib.suppress(*([EngineRetry] if counted else [])):
                 answers = await self.replica.ask_engine(_batched(requests), counted)
                 for request, answer in zip(requests, answers, strict=True):
                     if isinstance(answer, BadAnswer):
@@ -240,14 +240,14 @@ class TicketWorker:
     async def generate_episode(
         self, attempt: Attempt, k: int, counted: bool
     ) -> Generation | Episode | BadAnswer:
-        """Episode ``k`` of ``attempt``. If the engine fails, it is asked again. Repeat: it has
+        """Episode ``k`` of ``attempt``. If the engine fails, it is asked again. EngineRetry: it has
         failed, and its failures are not ``counted``."""
         budget = self.config.rollout.max_new_tokens
         while request := attempt.request(k, self.rollout.sampling, budget):
             history = attempt.drafts[k]
             if isinstance(history, History):
                 return await self.play_turns(attempt, history, request, counted)
-            with contextlib.suppress(*([Repeat] if counted else [])):
+            with contextlib.suppress(*([EngineRetry] if counted else [])):
                 return await play(
                     self.rollout.task,
                     request,
@@ -259,7 +259,7 @@ class TicketWorker:
     async def play_turns(
         self, attempt: Attempt, history: History, request: GenerateRequest, counted: bool
     ) -> Episode | BadAnswer:
-        """The episode against its environment that begins with ``history``. Repeat: as
+        """The episode against its environment that begins with ``history``. EngineRetry: as
         `generate_episode`."""
         assert self.rollout.player
 
@@ -330,7 +330,7 @@ class TicketWorker:
                 isinstance(answer, BadAnswer) or answer.finish_reason == "abort"
                 for answer in answers
             )
-        except* Repeat:
+        except* EngineRetry:
             pass
         finally:
             self.spares -= 1

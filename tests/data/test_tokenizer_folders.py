@@ -24,7 +24,7 @@ from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.environments.base import Message
 from relax_hpc.rollout.agents.rendering import Renderer
-from relax_hpc.rollout.episodes.turn_tokens import Bridge
+from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.effort import effort
 from tests.requirements import requires
@@ -427,7 +427,7 @@ def test_an_answer_begins_without_a_blank_that_nobody_wrote(
         assert rules.template
         first = their.apply_chat_template(SPOKEN[:1], add_generation_prompt=True, return_dict=False)
         turn = theirs[len(first) : theirs.index(1, len(first)) + 1]
-        _, heard = Bridge(tokenizer, rules.template).tokens(
+        _, heard = TurnTokenizer(tokenizer, rules.template).tokens(
             [*first, *turn], [Message("user", ("again",))], False
         )
         assert [*first, *turn, *heard] == theirs[: len(first + turn + heard)]

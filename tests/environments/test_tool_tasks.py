@@ -21,7 +21,7 @@ from relax_hpc.environments import environment_class, made_with
 from relax_hpc.environments.base import Beginning, MediaPart, Message, Response
 from relax_hpc.environments.tool_calls import ToolCall
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.rollout.episodes.turn_tokens import Bridge
+from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
 from relax_hpc.rollout.samples import turn_text
 from relax_hpc.tasks import environment_of, get_task
 from relax_hpc.training.demonstrations import read_demonstrations
@@ -57,7 +57,9 @@ def played(
 ) -> tuple[list[int], list[str]]:
     """Tokens of an episode in which the policy says what ``row`` has it say, and ids of the media
     in it."""
-    bridge = Bridge(tokenizer, how.template, dict(how.media.placeholders) if how.media else {})
+    bridge = TurnTokenizer(
+        tokenizer, how.template, dict(how.media.placeholders) if how.media else {}
+    )
     first = {name: demonstration[name][:1] for name in ("images",) if name in demonstration}
     prompt = how.read(
         1,

@@ -34,9 +34,9 @@ from relax_hpc.rollout.engines.engine import (
     Sampling,
     checked,
 )
-from relax_hpc.rollout.episodes.player import OnEnvironments, Player
-from relax_hpc.rollout.episodes.turn_tokens import Bridge
-from relax_hpc.rollout.episodes.turns import Rules, Start
+from relax_hpc.rollout.episodes.player import EnvironmentBackend, Player
+from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
+from relax_hpc.rollout.episodes.turns import Start, TurnRules
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 ADDED = (
@@ -184,8 +184,10 @@ def player(
     **limits: int,
 ) -> Player:
     settings = EnvironmentConfig(**limits)
-    bridge = Bridge(tokenizer, chat, most=settings.max_observation_tokens, note_cut=note_cut)
-    stage = OnEnvironments(Inside(kind), Rules(bridge, tokenizer, settings))
+    bridge = TurnTokenizer(
+        tokenizer, chat, max_tokens=settings.max_observation_tokens, note_cut=note_cut
+    )
+    stage = EnvironmentBackend(Inside(kind), TurnRules(bridge, tokenizer, settings))
     return Player(stage, settings.max_faults, 60.0, note)
 
 

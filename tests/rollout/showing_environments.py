@@ -16,9 +16,9 @@ from relax_hpc.environments.base import Environment, MediaPart, Observation, Res
 from relax_hpc.rollout.engines.engine import BadAnswer, Episode
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.observed_media import ObservedMedia
-from relax_hpc.rollout.episodes.player import OnEnvironments, Player
-from relax_hpc.rollout.episodes.turn_tokens import Bridge
-from relax_hpc.rollout.episodes.turns import Rules, Start
+from relax_hpc.rollout.episodes.player import EnvironmentBackend, Player
+from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
+from relax_hpc.rollout.episodes.turns import Start, TurnRules
 from relax_hpc.rollout.media import PromptMedia
 from tests.helpers.media_engine import SAMPLING, MediaEngine, film
 from tests.helpers.media_prompts import png
@@ -63,11 +63,11 @@ def shown(
     how = MediaRules.from_config(DataConfig(), model, folder)
     assert how
     bridge, observed = (
-        Bridge(tokenizer, None, dict(how.placeholders)),
+        TurnTokenizer(tokenizer, None, dict(how.placeholders)),
         ObservedMedia(media, how, tokenizer),
     )
-    stage = OnEnvironments(
-        Inside(kind), Rules(bridge, tokenizer, EnvironmentConfig(turn_tokens=30), observed)
+    stage = EnvironmentBackend(
+        Inside(kind), TurnRules(bridge, tokenizer, EnvironmentConfig(turn_tokens=30), observed)
     )
     prompt = Prompt("p", asked.prompt_ids, "look", "a", media=asked.media)
     request = replace(asked, sampling=replace(SAMPLING, stop_token_ids=ENDS), budget=400)

@@ -38,7 +38,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call
 
 
 @asynccontextmanager
-async def player_of(
+async def make_player(
     node: Gateway, chats: Chats, command: list[str], **limits: Any
 ) -> AsyncIterator[tuple[Player, list[EnvironmentFault]]]:
     """Player of a rollout process, and the faults that it noted."""
@@ -61,7 +61,9 @@ def test_an_agent_program_that_knows_nothing_of_us_plays_an_episode(
 
     async def play() -> None:
         async with gateway(tmp_path, "another-node") as node:
-            async with player_of(node, chats, ["python", "-m", "tests.rollout.agent_program"]) as (
+            async with make_player(
+                node, chats, ["python", "-m", "tests.rollout.agent_program"]
+            ) as (
                 player,
                 faults,
             ):
@@ -125,7 +127,7 @@ def test_a_program_that_fails_costs_its_own_episode(
     async def play() -> None:
         async with gateway(tmp_path) as node:
             command = ["python", "-c", PROGRAM + program]
-            async with player_of(node, chats, command, max_faults=1, max_turns=3) as (
+            async with make_player(node, chats, command, max_faults=1, max_turns=3) as (
                 player,
                 faults,
             ):
@@ -191,7 +193,7 @@ def test_a_missing_reward_is_0_where_the_policy_has_led_there_and_is_counted(
         counts = Counter[str]()
         async with gateway(tmp_path) as node:
             command = ["python", "-c", PROGRAM + program]
-            async with player_of(node, chats, command, max_faults=1, max_turns=2) as (player, _):
+            async with make_player(node, chats, command, max_faults=1, max_turns=2) as (player, _):
                 player._note_unrewarded = lambda reason: counts.update([reason])
                 engine = ToldEngine(lambda before, limit: chats.said("ok"))
                 return await player.play(History(), engine.start()), counts
@@ -223,7 +225,7 @@ def test_the_bearer_of_a_program_is_not_kept_with_what_it_prints(
     async def play() -> Any:
         async with gateway(tmp_path) as node:
             command = ["python", "-c", f"{PROGRAM}{ASK if asks else ''}{program}"]
-            async with player_of(node, chats, command, max_faults=0) as (player, _):
+            async with make_player(node, chats, command, max_faults=0) as (player, _):
                 return await player.play(
                     History(), ToldEngine(lambda before, limit: chats.said("ok")).start()
                 )
@@ -242,7 +244,7 @@ def test_a_prompt_with_media_is_refused(chats: Chats, tmp_path: Path) -> None:
 
     async def play() -> Any:
         async with gateway(tmp_path) as node:
-            async with player_of(node, chats, ["true"]) as (player, _):
+            async with make_player(node, chats, ["true"]) as (player, _):
                 start = ToldEngine(lambda before, limit: chats.said("ok")).start()
                 medium = PromptMedium(Kind("image"), b"", ((0, 1),))
                 return await player.play(
@@ -263,7 +265,7 @@ def test_an_engines_fault_ends_the_program(chats: Chats, tmp_path: Path) -> None
 
     async def play() -> None:
         async with gateway(tmp_path) as node:
-            async with player_of(
+            async with make_player(
                 node, chats, ["python", "-c", PROGRAM + "ask('x'); time.sleep(1000)"]
             ) as (
                 player,
@@ -281,7 +283,9 @@ def test_a_program_whose_endpoint_has_gone_is_begun_again_and_asks_for_the_same(
 ) -> None:
     async def play() -> None:
         async with gateway(tmp_path, "another-node" if process == "forwarder" else "") as node:
-            async with player_of(node, chats, ["python", "-c", PROGRAM + "ask('x'); ask('y')"]) as (
+            async with make_player(
+                node, chats, ["python", "-c", PROGRAM + "ask('x'); ask('y')"]
+            ) as (
                 player,
                 faults,
             ):
@@ -290,7 +294,7 @@ def test_a_program_whose_endpoint_has_gone_is_begun_again_and_asks_for_the_same(
                     History(),
                     asyncio.Event(),
                 )
-                endpoint = player._stage._endpoint
+                endpoint = player._backend._endpoint
 
                 async def once(request: GenerateRequest) -> Generation | BadAnswer:
                     if len(engine.asked) == 1 and not gone.is_set():
@@ -319,13 +323,13 @@ def test_a_gateway_is_waited_for_without_the_clock_of_the_episode(
         real = loop.time
         loop.time = lambda: real() + ahead_s  # type: ignore[method-assign]
         async with gateway(tmp_path) as node:
-            async with player_of(node, chats, ["python", "-c", PROGRAM + "ask('x')"]) as (
+            async with make_player(node, chats, ["python", "-c", PROGRAM + "ask('x')"]) as (
                 player,
                 faults,
             ):
                 engine, endpoint = (
                     ToldEngine(lambda before, limit: chats.said("ok")),
-                    player._stage._endpoint,
+                    player._backend._endpoint,
                 )
                 player._limit_s, reached = LIMIT_S / 2, endpoint.reached
 
@@ -353,7 +357,7 @@ def test_what_a_program_asked_for_and_did_not_wait_for_is_no_part_of_its_episode
     async def play() -> None:
         async with gateway(tmp_path) as node:
             command = ["python", "-c", f"import threading\n{PROGRAM}ask('x'); {threads}{leave}"]
-            async with player_of(node, chats, command) as (player, faults):
+            async with make_player(node, chats, command) as (player, faults):
                 engine, history, waiting = (
                     ToldEngine(lambda before, limit: chats.said("ok")),
                     History(),

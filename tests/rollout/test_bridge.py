@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.tokenizer import Tokenizer as ProjectTokenizer
 from relax_hpc.environments.base import Message
-from relax_hpc.rollout.episodes.turn_tokens import Bridge
+from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
 from tests.effort import effort
 from tests.helpers.turns_helpers import SPECIAL, backend, template, tokenizer_of
 
@@ -32,7 +32,7 @@ def bridges():
     # Each asks its template at once, which begins a process: not while tests are collected, by
     # every worker.
     templates = {thinks: template(thinks) for thinks in (True, False)}
-    yield {thinks: Bridge(TOKENIZER, chat) for thinks, chat in templates.items()}
+    yield {thinks: TurnTokenizer(TOKENIZER, chat) for thinks, chat in templates.items()}
     for chat in templates.values():
         chat.close()
 
@@ -120,7 +120,7 @@ def filtered(form: str, applied: str) -> str:
 @pytest.fixture(scope="module")
 def filtering():
     templates = {case: ChatTemplate(filtered(*case), {}, "") for case in CASES}
-    yield {case: (Bridge(TOKENIZER, chat), chat) for case, chat in templates.items()}
+    yield {case: (TurnTokenizer(TOKENIZER, chat), chat) for case, chat in templates.items()}
     for chat in templates.values():
         chat.close()
 
@@ -182,7 +182,7 @@ def test_behind_a_special_token_a_tokenizer_of_sentencepiece_puts_no_blank() -> 
         messages = [{"role": role, "content": "ab"} for role in ("user", "assistant", "tool")]
         expected = tokenizer.encode(chat.render(messages), special=False, special_tokens=True)
         end = expected.index(1) + 1
-        _, heard = Bridge(tokenizer, chat).tokens(
+        _, heard = TurnTokenizer(tokenizer, chat).tokens(
             expected[:end], [Message("tool", ("ab",))], is_prompt=False
         )
         assert heard == expected[end:]

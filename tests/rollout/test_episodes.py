@@ -372,7 +372,7 @@ def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) ->
         ([([5], [0], [0.0])], "found no token that the policy has sampled"),
         (
             [([5, 6], [0, 9], [-1.0, -1.0])],
-            "a log-probability other than 0 of a token that nobody sampled",
+            "a log-probability other than 0 of a token that was not sampled",
         ),
         ([([5, 6], [9], [0.0, -1.0])], "found 1 versions for 2 tokens"),
         ([([5], [9], [float("nan")])], "nan_logprob"),

@@ -26,7 +26,7 @@ from relax_hpc.rewards import Score
 from relax_hpc.rollout.agents.gateway.serving import gateway
 from relax_hpc.rollout.engines.engine import BadAnswer, Episode, Sampling
 from relax_hpc.rollout.episodes.history import History
-from relax_hpc.rollout.episodes.player import player_of
+from relax_hpc.rollout.episodes.player import make_player
 from relax_hpc.rollout.episodes.turns import Start
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.sample_keeper import SampleKeeper
@@ -99,7 +99,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Kept:
 async def keep(run: RunDir, config: Config, evaluates: bool = False) -> None:
     """Play and keep as a rollout process does."""
     tokenizer, media = load_tokenizer(run.model), PromptMedia(None, run.model, run.eval_media)
-    player = player_of(config, tokenizer, media, note=print)
+    player = make_player(config, tokenizer, media, note_fault=print)
     assert player
     log = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", config.samples, steps=1)
     keeper = SampleKeeper(log, config, tokenizer)

@@ -34,10 +34,10 @@ from relax_hpc.rewards.environment_reward import environment
 from relax_hpc.rollout.attempt import Attempt, read_logged_episode
 from relax_hpc.rollout.engines.engine import CUT_REASONS, BadAnswer, Episode, Generation
 from relax_hpc.rollout.episodes.history import History
-from relax_hpc.rollout.episodes.play import Repeat
-from relax_hpc.rollout.episodes.player import OnEnvironments, Player
-from relax_hpc.rollout.episodes.turn_tokens import Bridge
-from relax_hpc.rollout.episodes.turns import Rules
+from relax_hpc.rollout.episodes.play import EngineRetry
+from relax_hpc.rollout.episodes.player import EnvironmentBackend, Player
+from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
+from relax_hpc.rollout.episodes.turns import TurnRules
 from relax_hpc.rollout.samples import group_rows, reward_input
 from tests.effort import effort
 from tests.helpers.turns_helpers import (
@@ -295,7 +295,7 @@ class Placing:
     def __init__(self) -> None:
         self.count = 0
 
-    async def placed(self, ticket: int | None, ids: list[int], parts: Sequence[MediaPart]):
+    async def expand(self, ticket: int | None, ids: list[int], parts: Sequence[MediaPart]):
         expanded, media = list[int](), list[PromptMedium]()
         for token in ids:
             if token != PICTURE:
@@ -310,10 +310,10 @@ class Placing:
 
 def rows_with_pictures(*contexts: Context | None, pictured: Sequence[int]) -> list[Row]:
     """Rows of an episode whose environment shows pictures."""
-    bridge = Bridge(TOKENIZER, TEMPLATE, {Kind.IMAGE: PlaceholderTokens(PICTURE)})
-    rules = Rules(bridge, TOKENIZER, EnvironmentConfig(), Placing())
+    bridge = TurnTokenizer(TOKENIZER, TEMPLATE, {Kind.IMAGE: PlaceholderTokens(PICTURE)})
+    rules = TurnRules(bridge, TOKENIZER, EnvironmentConfig(), Placing())
     playing = Player(
-        OnEnvironments(Inside(lambda: Going(*contexts, pictured=pictured)), rules),
+        EnvironmentBackend(Inside(lambda: Going(*contexts, pictured=pictured)), rules),
         0,
         60.0,
         lambda fault: None,
@@ -559,8 +559,9 @@ def test_an_episode_has_a_deadline_that_neither_answers_nor_the_wait_for_a_place
             return await super().open(beginning)
 
     async def made(limit_s: float) -> Episode | BadAnswer:
-        stage = OnEnvironments(
-            Full(Late), Rules(Bridge(TOKENIZER, TEMPLATE), TOKENIZER, EnvironmentConfig())
+        stage = EnvironmentBackend(
+            Full(Late),
+            TurnRules(TurnTokenizer(TOKENIZER, TEMPLATE), TOKENIZER, EnvironmentConfig()),
         )
         playing = Player(stage, 0, limit_s, lambda fault: None)
         return await playing.play(History(), start(TOKENIZER, Slow(TOKENIZER), PROMPT, BUDGET))
@@ -577,7 +578,7 @@ def test_an_engine_that_fails_is_asked_again_and_goes_on_from_what_it_had_drawn(
         def told(self) -> None:
             if self.failures < 5 and self.drawn % 2:
                 self.failures += 1
-                raise Repeat
+                raise EngineRetry
 
     whole, *_ = played(Counting)
     drawing = Failing(TOKENIZER)
@@ -588,7 +589,7 @@ def test_an_engine_that_fails_is_asked_again_and_goes_on_from_what_it_had_drawn(
     )
     assert drawing.failures == 5 and same(made, whole)
     drawing, once = Failing(TOKENIZER), start(TOKENIZER, Failing(TOKENIZER), PROMPT, BUDGET)
-    with pytest.raises(Repeat):
+    with pytest.raises(EngineRetry):
         asyncio.run(
             player(Counting, TOKENIZER, TEMPLATE).play(History(), replace(once, asks_again=False))
         )
@@ -614,7 +615,7 @@ class Saying(Environment):
         (lambda: Saying(Observation("\ud800")), "found a text that is not Unicode"),
         (
             lambda: Saying(Observation(media=(MediaPart("image", b"GIF8"),))),
-            "found image, of which the model takes",
+            "found image, which the model does not take",
         ),
         (
             lambda: Saying(Observation("x"), context=Context("a", 2)),

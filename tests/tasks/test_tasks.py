@@ -25,7 +25,7 @@ from relax_hpc.ops.checks.settings import check
 from relax_hpc.renamed_modules import RENAMED as RENAMED_PATHS
 from relax_hpc.rewards import get_reward
 from relax_hpc.rollout.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
-from relax_hpc.rollout.episodes.play import Repeat, play
+from relax_hpc.rollout.episodes.play import EngineRetry, play
 from relax_hpc.tasks import Task, eval_reward, files, get_task, train_reward
 from relax_hpc.tasks.files import eval_files, make_files, open_evals, open_train, train_files
 from relax_hpc.training.models.tiny_model import make_tiny_model
@@ -139,7 +139,7 @@ def test_tasks_are_found_by_name_or_import_path() -> None:
     with pytest.raises(ConfigError, match=r"found no class derived from relax_hpc\.tasks\.Task"):
         get_task("pathlib:Path")
     with pytest.raises(
-        ConfigError, match=r"task: 'tests\.test_tasks:Needs': cannot be made: TypeError: .*'path'"
+        ConfigError, match=r"task: 'tests\.tasks\.test_tasks:Needs': cannot be made: TypeError: .*'path'"
     ):
         get_task("tests.tasks.test_tasks:Needs")
 
@@ -362,8 +362,8 @@ def test_an_episode_is_one_turn_unless_the_task_plays_it_otherwise() -> None:
         and str(failed) == "episode_exception: KeyError: 'tool'"
         and not draft.ended
     )
-    with pytest.raises(Repeat):
-        played(TwoTurns(), turn, Repeat())
+    with pytest.raises(EngineRetry):
+        played(TwoTurns(), turn, EngineRetry())
 
 
 def test_prompts_that_have_changed_are_said_before_a_run_is_resumed(

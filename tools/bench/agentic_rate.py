@@ -28,7 +28,7 @@ from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.rollout.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.engines.sglang.engine import SglangEngine
 from relax_hpc.rollout.episodes.history import History
-from relax_hpc.rollout.episodes.player import Player, player_of
+from relax_hpc.rollout.episodes.player import Player, make_player
 from relax_hpc.rollout.episodes.turns import Start
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.training.models.tiny_tokenizer import CHARACTERS
@@ -115,7 +115,7 @@ async def served(
     tokenizer, media = load_tokenizer(model), PromptMedia(None, model, logs)
     engine, player = (
         SglangEngine(config, 0, model, Version(1, 0), logs),
-        player_of(config, tokenizer, media, print),
+        make_player(config, tokenizer, media, print),
     )
     assert player
     await engine.start()

@@ -23,8 +23,8 @@ from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.ops.observe.sample_reading import valid_samples
 from relax_hpc.rollout.engines.engine import Episode, GenerateRequest, Sampling
 from relax_hpc.rollout.episodes.history import OpenRow
-from relax_hpc.rollout.episodes.recorded_episode import Differs
-from relax_hpc.rollout.episodes.recording import open_row
+from relax_hpc.rollout.episodes.recorded_episode import ReplayMismatch
+from relax_hpc.rollout.episodes.recording import read_recording
 from relax_hpc.rollout.episodes.replay import replay
 from relax_hpc.rollout.readable_rows import reported_outcome
 from relax_hpc.rollout.sample_log import CUT_SHORT, Sample, read_samples
@@ -65,7 +65,7 @@ class StoredEpisode:
     def rows(self) -> list[OpenRow]:
         """Rows of the episode. ConfigError: the recording is damaged."""
         try:
-            return [open_row(sample["recording"]) for sample in self.samples]
+            return [read_recording(sample["recording"]) for sample in self.samples]
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"--replay: the sample {self.first['id']} is damaged: {error!r}"
@@ -89,7 +89,7 @@ def main(folder: str, name: str, eval_set: str = "", step: int | None = None) ->
         replayed = _replay(run, config, tokenizer, stored)
     except EnvironmentFault as fault:
         print(f"{name}: {escape_controls(str(fault))}")
-        for line in _texts(fault, tokenizer) if isinstance(fault, Differs) else ():
+        for line in _texts(fault, tokenizer) if isinstance(fault, ReplayMismatch) else ():
             print(line)
         return EXIT_CONFIG
     mistakes = list(differences(stored, replayed))
@@ -178,7 +178,7 @@ def _prompt(run: RunDir, config: Config, tokenizer: Tokenizer, stored: StoredEpi
     )
 
 
-def _texts(fault: Differs, tokenizer: Tokenizer) -> Iterator[str]:
+def _texts(fault: ReplayMismatch, tokenizer: Tokenizer) -> Iterator[str]:
     """Texts of the observation then and now, with labels."""
     for label, tokens in (("then", fault.then), ("now", fault.now)):
         if tokens:

@@ -63,7 +63,7 @@ class ProgramKilled(EnvironmentFault):
 
 
 class Agents:
-    """A `Stage` of programs; for one event loop."""
+    """A `EpisodeBackend` of programs; for one event loop."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, count: Callable[[str], None]) -> None:
         """``count`` is called with the reason of each request, or result, that is refused.
@@ -82,18 +82,18 @@ class Agents:
         self._reported_namespaces = not options.pid_namespace
 
     async def start(self) -> None:
-        """See `Stage.start`. DeadlineError: there is no gateway."""
+        """See `EpisodeBackend.start`. DeadlineError: there is no gateway."""
         await self._endpoint.reached()
 
     async def close(self) -> None:
-        """See `Stage.close`."""
+        """See `EpisodeBackend.close`."""
         await self._endpoint.close()
         self._template.close()
 
     async def play(self, history: History, start: Start) -> Episode:
-        """See `Stage.play`. While the gateway is replaced, it waits, and the program starts again
-        and repeats its requests. BadAnswer: the prompt has media, which the program would not
-        get."""
+        """See `EpisodeBackend.play`. If the gateway is replaced, the episode waits for the new one,
+        and the program starts again and repeats its requests. BadAnswer: the prompt has media,
+        which a program cannot get."""
         if start.prompt.media:
             kinds = ", ".join(sorted({medium.kind.value for medium in start.prompt.media}))
             raise BadAnswer(
@@ -117,14 +117,14 @@ class Agents:
             self._places.release()
 
     def conclude(self, history: History, fault: EnvironmentFault) -> Episode | None:
-        """See `Stage.conclude`: the answers before a signal stay an episode."""
+        """See `EpisodeBackend.conclude`: the answers before a signal stay an episode."""
         return _end_episode(history, fault.end) if isinstance(fault, ProgramKilled) else None
 
     async def _run_program(
         self, session: Session, begin: Beginning, link: Link, url: str
     ) -> ProgramEnd | None:
         """End of the episode that a program plays; None: the gateway has gone. EnvironmentFault;
-        BadAnswer and Repeat as `Start.drawn`."""
+        BadAnswer and EngineRetry as `Start.drawn`."""
         task = {
             "prompt": begin.prompt,
             "metadata": begin.metadata,

@@ -12,7 +12,7 @@ from relax_hpc.queue.row_ids import MAX_ROWS
 from relax_hpc.rollout.agents.chat import Refused, TooLong
 from relax_hpc.rollout.engines.engine import FinishReason
 from relax_hpc.rollout.episodes.history import OpenRow
-from relax_hpc.rollout.episodes.turn_budget import room
+from relax_hpc.rollout.episodes.turn_budget import turn_budget
 
 
 @dataclass(slots=True)
@@ -44,7 +44,9 @@ class Bounds:
         drafts = [known_row.draft for known_row in rows]
         sampled = sum(int(np.count_nonzero(draft.token_versions)) for draft in drafts)
         other_tokens = sum(known_row.length for known_row in rows if known_row is not row)
-        left, reason = room(self.limits, self.row, known - len(row.prompt), other_tokens, sampled)
+        left, reason = turn_budget(
+            self.limits, self.row, known - len(row.prompt), other_tokens, sampled
+        )
         if (inside := self.window - known) < left:
             left, reason = inside, "length"
         if left < 1:

@@ -335,7 +335,7 @@ class Session:
 
     async def _draw(self, row: OpenRow, budget: int, stop: tuple[str, ...]) -> None:
         """Add a turn to ``row``, which has at most ``budget`` tokens behind its prompt then.
-        BadAnswer, Repeat."""
+        BadAnswer, EngineRetry."""
         sampling = self._start.request.sampling
         answer = await self._start.draw_turn(
             row, budget, with_stops(sampling, stop, self._tokenizer)

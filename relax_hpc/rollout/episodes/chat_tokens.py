@@ -1,8 +1,8 @@
-"""Tokens of what a chat template makes of messages, in whose texts no token is special.
+"""Tokens of messages that a chat template renders. No text of a message becomes a special token.
 
-A template renders whole messages: a filter such as `trim` or `tojson` sees the text that it is
-applied to. So names of special tokens in messages are replaced by random marks, and put back as
-text when tokens are made.
+A template renders whole messages: a filter such as `trim` or `tojson` gets the text of a message.
+Names of special tokens in messages are therefore replaced by random marks before rendering, and
+become plain text when the result is tokenized.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 def random_mark() -> str:
-    """A word that no message has. It consists of digits, which no filter of letters changes."""
+    """A text that no message contains. It consists of digits, which no filter of letters
+    changes."""
     return str(10**30 + secrets.randbelow(10**30))
 
 
 class ChatTokens:
-    """A chat template and its tokenizer. Each call may take some milliseconds, and threads may
-    share it."""
+    """A chat template and its tokenizer. A call may take some milliseconds. Threads may share
+    it."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._template, self._tokenizer = template, tokenizer
@@ -39,8 +40,8 @@ class ChatTokens:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), whole: bool = False
     ) -> str:
-        """Text of a chat, up to where the policy speaks, unless it is ``whole``. TemplateError: the
-        template does not take it."""
+        """Text of a chat; unless it is ``whole``, including the opening of the policy's turn.
+        TemplateError: the template does not accept it."""
         return self._template.render(self._protect(messages), whole, self._protect(tools))
 
     def render_between(
@@ -50,11 +51,11 @@ class ChatTokens:
         last: int,
         tools: Tools = (),
     ) -> str:
-        """Text between an answer of the policy, which follows the messages ``before`` and ends by
-        the token ``last``, and where the policy speaks again, behind the messages ``after``.
+        """Text between two turns of the policy. The first turn follows the messages ``before`` and
+        ends with the token ``last``; the second follows the messages ``after``.
 
-        The template never sees the answer, so its tokens stay as they were drawn. TemplateError:
-        the template does not take these messages, or shows no such place.
+        The template never gets the first turn, so the tokens of that turn do not change.
+        TemplateError: the template does not accept these messages, or the turn cannot be located.
         """
         answer = {"role": "assistant", "content": self._answer}
         text = self.render([*before, answer, *after], tools)
@@ -69,8 +70,8 @@ class ChatTokens:
     def tokens(
         self, text: str, last: int | None = None, media: Mapping[str, Sequence[int]] | None = None
     ) -> list[int]:
-        """Tokens of a ``text`` that was rendered here, behind the token ``last``, if there is one;
-        ``media``: marks in it -> the tokens that they stand for."""
+        """Tokens of a rendered ``text`` after the token ``last``, if there is one. ``media``: mark
+        in the text -> tokens of the medium."""
         media = media or {}
         marks = "|".join([*self._names, *media])
         before = self._name(last)
@@ -81,7 +82,7 @@ class ChatTokens:
                 before = self._name(media[piece][-1])
             elif piece in self._names:
                 ids += self._tokenizer.encode_after(before, self._names[piece])
-                # The name of a token in a message is text, and no token.
+                # In a message, the name of a special token is plain text.
                 before = " "
             else:
                 ids += self._tokenizer.encode_after(before, piece, special_tokens=True)
@@ -93,7 +94,7 @@ class ChatTokens:
         return "" if token is None else self._tokenizer.name_of(token) or ""
 
     def _protect(self, value: Any) -> Any:
-        """A JSON value with marks in the place of names of special tokens."""
+        """A JSON value with marks instead of the names of special tokens."""
         if isinstance(value, str):
             return self._special.sub(lambda name: self._marks[name[0]], value)
         if isinstance(value, list | tuple):

@@ -1,4 +1,5 @@
-"""Media that environments show: counted, placed and stored as those of prompts are."""
+"""Media in observations of environments. They are counted, expanded and stored like media of
+prompts."""
 
 from __future__ import annotations
 
@@ -16,30 +17,29 @@ from relax_hpc.rollout.media import PromptMedia
 
 
 class ObservedMedia:
-    """Media of messages to the policy in one rollout process; for one event loop."""
+    """Media of observations in one rollout process; for one event loop."""
 
     def __init__(self, media: PromptMedia, rules: MediaRules, tokenizer: Tokenizer) -> None:
         self._media, self._rules = media, rules
         self._encode = functools.partial(tokenizer.encode, special=False)
 
     async def close(self) -> None:
-        """End the process that looks into what is shown."""
+        """End the process that reads the headers of media."""
         await asyncio.to_thread(self._rules.pool.close)
 
-    async def placed(
-        self, ticket: int | None, ids: list[int], parts: Sequence[MediaPart]
+    async def expand(
+        self, ticket: int | None, ids: list[int], media_parts: Sequence[MediaPart]
     ) -> tuple[list[int], tuple[PromptMedium, ...]]:
-        """``ids``, which have a placeholder for each of ``parts``, with as many as these have
-        tokens, and the media with their places. They are stored as those of the prompt of
-        ``ticket``; of an evaluation's where that is None.
+        """Token ``ids`` with as many placeholders for each of ``media_parts`` as the medium has
+        tokens, and the media with their spans. ``ids`` has one placeholder for each. The media are
+        stored like those of the prompt of ``ticket``; None: like those of evaluations.
 
-        BadMedium, BadMedia: one of them is of no use.
+        BadMedium, BadMedia: a medium cannot be used.
         """
         sources: dict[Kind, list[Any]] = defaultdict(list)
-        for part in parts:
-            sources[Kind(part.kind)].append(
-                part.source if isinstance(part.source, bytes) else str(part.source)
-            )
+        for medium in media_parts:
+            is_content = isinstance(medium.source, bytes)
+            sources[Kind(medium.kind)].append(medium.source if is_content else str(medium.source))
         expanded, media = await asyncio.to_thread(
             self._rules.expand_placeholders, ids, sources, self._encode
         )

@@ -1,29 +1,28 @@
-"""Room that the budgets of an episode of several turns leave to its next turn."""
+"""Token budget of the next turn of an episode."""
 
 from __future__ import annotations
 
 from relax_hpc.config.schema import EnvironmentConfig
-from relax_hpc.rollout.engines.engine import FinishReason
+from relax_hpc.data.generation import FinishReason
 
 
-def room(
-    limits: EnvironmentConfig, row: int, length: int, others: int, sampled: int
+def turn_budget(
+    limits: EnvironmentConfig, row_budget: int, length: int, other_tokens: int, sampled: int
 ) -> tuple[int, FinishReason]:
-    """Tokens that a turn may have that begins ``length`` tokens behind the prompt of its row, and
-    what limits it.
+    """Most tokens of a turn that begins ``length`` tokens after the prompt of its row, and the
+    limit that applies.
 
-    ``row``: tokens that a row may have behind its prompt; ``others``: those of the other rows of
-    the episode together; ``sampled``: those of all that were sampled.
+    ``row_budget``: most tokens of a row after its prompt. ``other_tokens``: tokens of the other
+    rows of the episode. ``sampled``: sampled tokens of all rows.
 
-    >>> room(EnvironmentConfig(turn_tokens=8, sampled_tokens=20), 100, 90, 0, 15)
+    >>> turn_budget(EnvironmentConfig(turn_tokens=8, sampled_tokens=20), 100, 90, 0, 15)
     (5, 'sampled_budget')
     """
     bounds: list[tuple[int, int, FinishReason]] = [
-        (row, length, "length"),
-        (limits.episode_tokens, others + length, "episode_budget"),
+        (row_budget, length, "length"),
+        (limits.episode_tokens, other_tokens + length, "episode_budget"),
         (limits.sampled_tokens, sampled, "sampled_budget"),
         (limits.turn_tokens, 0, "turn_budget"),
     ]
-    return min(
-        ((most - used, limit) for most, used, limit in bounds if most), key=lambda bound: bound[0]
-    )
+    budgets = [(limit - used, reason) for limit, used, reason in bounds if limit]
+    return min(budgets, key=lambda budget: budget[0])

@@ -1,9 +1,9 @@
-"""One play of an episode of several turns: the policy speaks, its environment answers, until one of
-them or a budget ends it.
+"""The turns of an episode: the policy generates, its environment answers, until one of them or a
+budget ends the episode.
 
-Tokens in, tokens out: a request is all of a row so far, and what its engine draws stays as it is.
-What others say is tokenised once, by `Bridge`, and has version 0. The environment is told of each
-response, the last one included.
+A request contains the tokens of a row so far, and the sampled tokens are never tokenized again. An
+observation is tokenized once, by `TurnTokenizer`, and has version 0. The environment gets each
+response, including the last one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from typing import Any, Protocol
 
 from relax_hpc.base.errors import RefusedError
 from relax_hpc.config.schema import EnvironmentConfig
+from relax_hpc.data.generation import (
+    Draft,
+    Episode,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Sampling,
+)
 from relax_hpc.data.media import PromptMedium
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer
@@ -30,32 +38,22 @@ from relax_hpc.environments.base import (
     Step,
 )
 from relax_hpc.queue.row_ids import MAX_ROWS
-from relax_hpc.rollout.engines.engine import (
-    BadAnswer,
-    Draft,
-    Episode,
-    FinishReason,
-    GenerateRequest,
-    Generation,
-    Sampling,
-)
+from relax_hpc.rollout.engines.engine import BadAnswer
 from relax_hpc.rollout.episodes.history import POLICY_ROLE, History, OpenRow
 from relax_hpc.rollout.episodes.observed_media import ObservedMedia
-from relax_hpc.rollout.episodes.play import Repeat
-from relax_hpc.rollout.episodes.recorded_episode import Tape
-from relax_hpc.rollout.episodes.turn_budget import room
-from relax_hpc.rollout.episodes.turn_tokens import Bridge
+from relax_hpc.rollout.episodes.play import EngineRetry
+from relax_hpc.rollout.episodes.recorded_episode import RecordedEpisode
+from relax_hpc.rollout.episodes.turn_budget import turn_budget
+from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.samples import TAIL, begins_in_thought, turn_text
 
 Ask = Callable[[GenerateRequest], Awaitable[Generation | BadAnswer]]
-"""Has the engine go on with the draft of a request. Repeat: it failed."""
-Placed = tuple[list[int], tuple[PromptMedium, ...]]
-"""Tokens, and the media with places in them."""
+"""Lets the engine continue the draft of a request. EngineRetry: the engine has failed."""
 
 
-class Session(Protocol):
-    """An environment that is open, see `relax_hpc.environments.host`."""
+class EnvironmentSession(Protocol):
+    """An open environment, see `relax_hpc.environments.host`."""
 
     opening: tuple[Message, ...]
 
@@ -63,35 +61,35 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """Rules by which all episodes of a process are played."""
+class TurnRules:
+    """Rules for all episodes of a process."""
 
-    bridge: Bridge
+    turn_tokenizer: TurnTokenizer
     tokenizer: Tokenizer
     limits: EnvironmentConfig
     media: ObservedMedia | None = None
-    """Media of messages; None: the model takes text alone."""
+    """Media of observations; None: the model takes text only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Beginning of one episode, and whom it asks."""
+    """The prompt of an episode, and the engine that is asked."""
 
     prompt: Prompt
     request: GenerateRequest
-    """Request for its first turn, without a draft; its budget is that of each row."""
+    """Request of the first turn, without a draft. Its budget is the budget of each row."""
     ask: Ask
     ticket: int | None = None
-    """Ticket whose media are stored; None: of an evaluation."""
+    """Ticket under which media are stored; None: the episode is an evaluation."""
     asks_again: bool = True
-    """Whether the engine is asked again where it failed."""
+    """Whether the engine is asked again after it has failed."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context of waits, such as for a place among environments, that are no time of the episode's
-    own."""
+    """Context of waits that do not count for the time limit of the episode, for example for a free
+    environment."""
 
     @property
     def beginning(self) -> Beginning:
-        """The same for the environment."""
+        """The beginning of the episode for its environment."""
         prompt, request = self.prompt, self.request
         media = tuple(MediaPart(medium.kind.value, medium.source) for medium in prompt.media)
         seed = zlib.crc32(f"{request.sampling.seed}/{request.prompt_id}/{request.sample}".encode())
@@ -100,21 +98,22 @@ class Start:
     async def draw_turn(
         self, row: OpenRow, budget: int, sampling: Sampling | None = None
     ) -> Generation:
-        """All of ``row``, at most ``budget`` tokens behind its prompt, with a turn that the engine
-        has drawn, by ``sampling`` if that is another. BadAnswer: it is none. Repeat: the engine
-        failed, and is not asked again."""
-        session = f"{self.request.prompt_id}/{self.request.sample}"
-        about = {
-            "media": row.media,
-            "budget": budget,
-            "sampling": sampling or self.request.sampling,
-        }
-        request = replace(self.request, prompt_ids=row.prompt, session=session, **about)
+        """All tokens of ``row`` after its prompt, at most ``budget``, with a new turn from the
+        engine. ``sampling``: other settings than those of the request. BadAnswer: the response
+        cannot be used. EngineRetry: the engine has failed, and is not asked again."""
+        request = replace(
+            self.request,
+            prompt_ids=row.prompt,
+            session=f"{self.request.prompt_id}/{self.request.sample}",
+            media=row.media,
+            budget=budget,
+            sampling=sampling or self.request.sampling,
+        )
         while True:
             row.draft = row.draft.fresh_copy()
             try:
                 answer = await self.ask(replace(request, draft=row.draft))
-            except Repeat:
+            except EngineRetry:
                 if not self.asks_again:
                     raise
                 continue
@@ -123,119 +122,145 @@ class Start:
             return answer
 
 
-class Turns:
-    """Turns of one episode."""
+class EpisodeTurns:
+    """The turns of one episode."""
 
-    def __init__(self, rules: Rules, start: Start, history: History) -> None:
-        """Turns that ``history`` has are taken as they are, and what others said then is
-        compared."""
+    def __init__(self, rules: TurnRules, start: Start, history: History) -> None:
+        """Turns in ``history`` are used as they are, and its observations are compared with those
+        of the environment."""
         self.rules, self.start, self.history = rules, start, history
-        self.tape = Tape(history.rows)
-        history.rows = self.rows = []
-        self.names: dict[str, OpenRow] = {}
+        self.recorded = RecordedEpisode(history.rows)
+        self.rows: list[OpenRow] = []
+        history.rows = self.rows
+        self.row_by_context: dict[str, OpenRow] = {}
         """Rows by the names of their contexts."""
         self.sampled = 0
+        """Sampled tokens of all rows."""
         self.outcome: dict[str, Any] = {"info": {}, "reward": None}
 
-    async def through(self, session: Session) -> Episode:
-        """Play to the end. EnvironmentFault: it came to none. BadAnswer: of the engine. Repeat: as
-        `Start.ask`."""
-        row = OpenRow(self.start.request.prompt_ids, media=self.start.request.media)
-        if not session.opening:
-            self._add(row, "")
-        elif limit := await self._hear(row, session.opening, ""):
-            raise EnvironmentFault(
-                "environment_answer", f"its opening leaves no room for a turn ({limit})"
-            )
+    async def play(self, session: EnvironmentSession) -> Episode:
+        """Play to the end. EnvironmentFault: the environment has failed. BadAnswer: of the engine.
+        EngineRetry: as `Start.ask`."""
+        row = await self._open(session)
         for number in itertools.count():
-            begun = row.length
-            ended = await self._speak(row)
+            begin = row.length
+            ended = await self._generate_turn(row)
             if ended == "abort":
                 break
-            text = turn_text(row.draft.token_ids[begun:], self.rules.tokenizer)
-            before = [*row.prompt[-TAIL:], *row.draft.token_ids[max(0, begun - TAIL) : begun]]
-            in_thought = begins_in_thought(before, self.rules.tokenizer)
-            step, messages = await session.step(
-                Response(text, "length" if ended else "stop", number, in_thought)
-            )
-            self._note(step)
+            response = self._response(row, begin, is_cut=ended is not None, number=number)
+            step, messages = await session.step(response)
+            self._add_outcome(step)
             if step.done:
                 ended = ended or "env_done"
             elif number + 1 == self.rules.limits.max_turns:
                 ended = ended or "max_turns"
             if not ended:
-                row, ended = await self._answered(row, step.context, messages)
+                row, ended = await self._add_answer(row, step.context, messages)
             if ended:
                 break
-        self.tape.check_over(self.rows)
+        assert ended, "the loop ends with a reason"
+        self.recorded.check_end(self.rows)
         return self.history.end(ended, row, self.outcome)
 
-    def _note(self, step: Step) -> None:
+    async def _open(self, session: EnvironmentSession) -> OpenRow:
+        """The first row, with the opening of the environment."""
+        row = OpenRow(self.start.request.prompt_ids, media=self.start.request.media)
+        if not session.opening:
+            self._add_row(row, "")
+            return row
+        limit = await self._add_messages(row, session.opening, "")
+        if limit:
+            raise EnvironmentFault(
+                "environment_answer", f"its opening leaves no room for a turn ({limit})"
+            )
+        return row
+
+    def _response(self, row: OpenRow, begin: int, is_cut: bool, number: int) -> Response:
+        """The turn that begins ``begin`` tokens after the prompt, for the environment."""
+        tokenizer = self.rules.tokenizer
+        text = turn_text(row.draft.token_ids[begin:], tokenizer)
+        before = [*row.prompt[-TAIL:], *row.draft.token_ids[max(0, begin - TAIL) : begin]]
+        in_thought = begins_in_thought(before, tokenizer)
+        return Response(text, "length" if is_cut else "stop", number, in_thought)
+
+    def _add_outcome(self, step: Step) -> None:
         self.outcome["info"] |= step.info
         if step.reward is not None:
             self.outcome["reward"] = step.reward
 
-    def _add(self, row: OpenRow, name: str) -> None:
+    def _add_row(self, row: OpenRow, context: str) -> None:
         if len(self.rows) == MAX_ROWS:
             raise EnvironmentFault(
                 "environment_answer", f"found more than {MAX_ROWS} contexts in an episode"
             )
         self.rows.append(row)
-        self.names[name] = row
+        self.row_by_context[context] = row
 
-    # -- the policy speaks -------------------------------------------------------------------------
+    # -- turns of the policy -----------------------------------------------------------------------
 
-    async def _speak(self, row: OpenRow) -> FinishReason | None:
-        """Add a turn to ``row``, from the tape or by the engine; why the episode ends with it, if
-        it does."""
-        begun, (room, limit) = row.length, self._room(row, row.length)
-        if turn := self.tape.turn(self.rows.index(row), begun):
-            last = turn.token_ids[-1]
-            is_cut = (
-                len(turn.token_ids) == begun + room and last not in self.rules.tokenizer.eos_ids
-            )
-            row.draft, finish = turn, "length" if is_cut else "stop"
+    async def _generate_turn(self, row: OpenRow) -> FinishReason | None:
+        """Add a turn to ``row``, from the log or from the engine. Returns the reason if the episode
+        ends with this turn."""
+        begin, (budget, limit) = row.length, self._turn_budget(row, row.length)
+        recorded = self.recorded.completed_turn(self.rows.index(row), begin)
+        if recorded:
+            has_end_token = recorded.token_ids[-1] in self.rules.tokenizer.eos_ids
+            is_cut = len(recorded.token_ids) == begin + budget and not has_end_token
+            row.draft, is_aborted = recorded, False
         else:
-            answer = await self._drawn(row, begun + room)
-            row.draft, finish = Draft.after_turn(answer), answer.finish_reason
+            answer = await self._draw_turn(row, begin + budget)
+            row.draft = Draft.after_turn(answer)
+            is_cut = answer.finish_reason == "length"
+            is_aborted = answer.finish_reason == "abort"
         row.turns.append(row.length)
         row.roles.append(POLICY_ROLE)
-        self.sampled += row.length - begun
-        return {"length": limit, "abort": "abort"}.get(finish)
+        self.sampled += row.length - begin
+        if is_aborted:
+            return "abort"
+        return limit if is_cut else None
 
-    async def _drawn(self, row: OpenRow, budget: int) -> Generation:
-        """All of ``row``, with a turn that the engine has drawn."""
-        row.draft = self.tape.rest(self.rows.index(row), row.length) or row.draft
-        self.tape.check_over(self.rows)
+    async def _draw_turn(self, row: OpenRow, budget: int) -> Generation:
+        """All of ``row``, with a new turn from the engine."""
+        unfinished = self.recorded.unfinished_turn(self.rows.index(row), row.length)
+        row.draft = unfinished or row.draft
+        self.recorded.check_end(self.rows)
         return await self.start.draw_turn(row, budget)
 
-    def _room(self, row: OpenRow, length: int) -> tuple[int, FinishReason]:
-        """Tokens that a turn may have that begins ``length`` tokens behind the prompt of ``row``,
-        and what limits it."""
-        request, others = self.start.request, sum(one.length for one in self.rows if one is not row)
-        # A branch has turns in its prompt, for which the row has to have room too.
-        turns = max(0, len(row.prompt) - len(request.prompt_ids))
-        return room(self.rules.limits, request.budget, turns + length, others - turns, self.sampled)
+    def _turn_budget(self, row: OpenRow, length: int) -> tuple[int, FinishReason]:
+        """Most tokens of a turn that begins ``length`` tokens after the prompt of ``row``, and the
+        limit that applies."""
+        request = self.start.request
+        other_tokens = sum(other.length for other in self.rows if other is not row)
+        # The prompt of a branch contains turns, which count for the budget of its row. They are
+        # also in the row that it branched from.
+        inherited = max(0, len(row.prompt) - len(request.prompt_ids))
+        return turn_budget(
+            self.rules.limits,
+            request.budget,
+            inherited + length,
+            other_tokens - inherited,
+            self.sampled,
+        )
 
-    # -- the environment answers -------------------------------------------------------------------
+    # -- answers of the environment ----------------------------------------------------------------
 
-    async def _answered(
+    async def _add_answer(
         self, row: OpenRow, context: Context | None, messages: Sequence[Message]
     ) -> tuple[OpenRow, FinishReason | None]:
-        """The row in which the policy goes on after ``row``, and why the episode ends instead, if
-        it does."""
+        """The row in which the policy continues after ``row``, and the reason if the episode ends
+        instead."""
         if not messages:
             raise EnvironmentFault(
                 "environment_answer", "found no message, though it is not done; say something"
             )
         if context is None:
-            return row, await self._hear(row, messages)
-        target = self.names.get(context.name) or self._begun(row, context.turns)
-        ended = await self._hear(target, messages, context.name)
+            return row, await self._add_messages(row, messages)
+        target = self.row_by_context.get(context.name) or self._branch(row, context.turns)
+        ended = await self._add_messages(target, messages, context.name)
         return (row if ended else target), ended
 
-    def _begun(self, row: OpenRow, turns: int) -> OpenRow:
-        """A row that begins with the first ``turns`` of ``row``."""
+    def _branch(self, row: OpenRow, turns: int) -> OpenRow:
+        """A new row that begins with the first ``turns`` of ``row``."""
         if not turns:
             return OpenRow(self.start.request.prompt_ids, media=self.start.request.media)
         if turns > len(row.turns):
@@ -244,47 +269,49 @@ class Turns:
                 f"found a context of {turns} turns, allowed: up to {len(row.turns)}",
             )
         prompt = (*row.prompt, *row.draft.token_ids[: row.turns[turns - 1]])
-        media = (medium for medium in row.media if medium.spans[-1][0] < len(prompt))
-        # A branch of a branch has turns in its prompt, which are not among those of its row.
-        later = len(row.turns) - turns
-        ends = [number for number, role in enumerate(row.roles) if role == POLICY_ROLE]
-        return OpenRow(
-            prompt, media=tuple(media), roles=row.roles[: ends[len(ends) - later - 1] + 1]
-        )
+        media = tuple(medium for medium in row.media if medium.spans[-1][0] < len(prompt))
+        # Count from the end: if `row` is a branch too, `row.turns` does not have the turns in its
+        # prompt, but `row.roles` has them.
+        left_out = len(row.turns) - turns
+        policy_roles = [number for number, role in enumerate(row.roles) if role == POLICY_ROLE]
+        last_role = policy_roles[len(policy_roles) - left_out - 1]
+        return OpenRow(prompt, media=media, roles=row.roles[: last_role + 1])
 
-    async def _placed(self, heard: list[int], parts: Sequence[MediaPart]) -> Placed:
-        if not parts:
-            return heard, ()
-        # The bridge has found places for them.
-        assert self.rules.media
-        try:
-            return await self.rules.media.placed(self.start.ticket, heard, parts)
-        except (*UNUSABLE, RefusedError) as bad:
-            # Refused: the prompt group has too many.
-            raise EnvironmentFault("environment_answer", str(bad)) from bad
-
-    async def _hear(
-        self, row: OpenRow, messages: Sequence[Message], name: str | None = None
+    async def _add_messages(
+        self, row: OpenRow, messages: Sequence[Message], context: str | None = None
     ) -> FinishReason | None:
-        """Add ``messages`` to ``row``, which is one of the episode's then, by ``name`` if it was
-        not; why the episode ends instead, if there is no room for an answer."""
+        """Add ``messages`` to ``row``. A new row is added to the episode under the name
+        ``context``. Returns the reason if there is no budget for an answer; then no message is
+        added."""
         before = [*row.prompt, *row.draft.token_ids]
         roles = row.roles[:-1] if row.roles[-1] == POLICY_ROLE else row.roles
-        kept, heard = self.rules.bridge.tokens(before, messages, not row.length, roles)
+        kept, ids = self.rules.turn_tokenizer.tokens(before, messages, not row.length, roles)
         if kept < len(row.prompt):
             row.prompt = row.prompt[:kept]
-        parts = [
-            part for message in messages for part in message.parts if isinstance(part, MediaPart)
-        ]
-        heard, media = await self._placed(heard, parts)
-        room, limit = self._room(row, row.length + len(heard))
-        if room <= 0:
+        media_parts: list[MediaPart] = []
+        for message in messages:
+            media_parts += [piece for piece in message.parts if isinstance(piece, MediaPart)]
+        ids, media = await self._expand_media(ids, media_parts)
+        budget, limit = self._turn_budget(row, row.length + len(ids))
+        if budget <= 0:
             return limit
         if row not in self.rows:
-            self._add(row, name or "")
-        self.tape.compare(self.rows.index(row), row, heard)
-        places = len(row.prompt) + row.length
-        row.media += tuple(medium.shifted(places) for medium in media)
-        row.draft.append_observation(heard)
+            self._add_row(row, context or "")
+        self.recorded.compare(self.rows.index(row), row, ids)
+        row_tokens = len(row.prompt) + row.length
+        row.media += tuple(medium.shifted(row_tokens) for medium in media)
+        row.draft.append_observation(ids)
         row.roles += [message.role for message in messages]
         return None
+
+    async def _expand_media(
+        self, ids: list[int], media_parts: Sequence[MediaPart]
+    ) -> tuple[list[int], tuple[PromptMedium, ...]]:
+        if not media_parts:
+            return ids, ()
+        assert self.rules.media, "the turn tokenizer accepts only media that the model takes"
+        try:
+            return await self.rules.media.expand(self.start.ticket, ids, media_parts)
+        except (*UNUSABLE, RefusedError) as bad:
+            # RefusedError: the prompt group has too many media.
+            raise EnvironmentFault("environment_answer", str(bad)) from bad
