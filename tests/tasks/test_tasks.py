@@ -139,7 +139,8 @@ def test_tasks_are_found_by_name_or_import_path() -> None:
     with pytest.raises(ConfigError, match=r"found no class derived from relax_hpc\.tasks\.Task"):
         get_task("pathlib:Path")
     with pytest.raises(
-        ConfigError, match=r"task: 'tests\.tasks\.test_tasks:Needs': cannot be made: TypeError: .*'path'"
+        ConfigError,
+        match=r"task: 'tests\.tasks\.test_tasks:Needs': cannot be made: TypeError: .*'path'",
     ):
         get_task("tests.tasks.test_tasks:Needs")
 
