@@ -1,4 +1,4 @@
-"""Description of a subcommand."""
+"""Descriptions of subcommands, and arguments that several of them share."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ class Command:
     usage: str
     add_arguments: Callable[[ArgumentParser], None]
     handle: Callable[[dict[str, Any]], int]
-    """Function from the arguments that were given, nested, to the exit code."""
+    """Function that takes the nested arguments of the command line and returns the exit code."""
     takes_config: bool = False
     """Whether every field of the configuration is an option."""
     is_whole: bool = False
-    """Whether the options make the configuration of a run, and no layer for a living one."""
+    """Whether the options make the whole configuration of a run, and not a change of a running
+    one."""
     only_reads: bool = False
-    """Whether it only reads a run, of anybody: then it imports no module that the run's
+    """Whether it only reads a run, also of another user. Then it imports no module that the run's
     configuration names."""
     for_others: bool = False
-    """Whether it writes what its user may want to share, by the user's own umask, and nothing into
-    a run."""
+    """Whether it writes files that its user may want to share. They get the user's own umask, and
+    are not in a run directory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verbs:
-    """A word before several subcommands, as in `relax-hpc queue audit`."""
+class CommandGroup:
+    """Several subcommands under one name, as in `relax-hpc queue audit`."""
 
     help: str
     commands: dict[str, Command]
@@ -45,13 +46,13 @@ CONFIG_USAGE = "[--config F]... [--KEY VALUE]... [--print_config]"
 
 
 def config_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of commands that are given a whole configuration."""
-    # jsonargparse hands its own option of this name over as `--print_config=`.
+    """Add the arguments of commands that take a whole configuration."""
+    # jsonargparse passes its own option of this name as `--print_config=`.
     parser.add_argument(
         "--print_config",
         nargs="?",
         metavar="",
-        help="Print the configuration and where it came from",
+        help="Print the configuration with the origin of each value, and exit.",
     )
     layer_arguments(parser)
 
@@ -62,15 +63,20 @@ def layer_arguments(parser: ArgumentParser) -> None:
         "--config",
         action="append",
         metavar="F",
-        help="YAML file, or short name of a packaged one, such as quickstart; several compose from "
-        "left to right",
+        help="YAML file, or the short name of a packaged one, such as quickstart. Later files "
+        "override earlier ones.",
     )
     add_options(parser)
 
 
 def run_argument(parser: ArgumentParser) -> None:
-    """Add the argument that names the run that a command is about."""
-    parser.add_argument("run", metavar="RUN", help="Run directory")
+    """Add the argument that names the run directory."""
+    parser.add_argument("run", metavar="RUN", help="Run directory.")
+
+
+def json_argument(parser: ArgumentParser) -> None:
+    """Add the option for output that programs read."""
+    parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
 
 
 def complain(*messages: str) -> None:

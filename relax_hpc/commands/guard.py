@@ -1,4 +1,4 @@
-"""A process that cleans up behind a local run that ends by SIGKILL, which no handler can catch."""
+"""A process that cleans up after a local run was killed by SIGKILL, which no handler can catch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.training.weights.node_cache import clear_staging, staging_root
 
 _PATIENCE_S, _LOOK_S = 10.0, 0.1
-"""Seconds for the run's processes to die after it, and between looks."""
+"""Seconds for the run's processes to end after it, and seconds between two checks."""
 
 
 def start_guard(run: RunDir) -> None:
-    """Start the guard of a run that this process supervises. To be called while there is one
-    thread.
+    """Start the guard of a run that this process supervises. This process must have one thread
+    only.
 
-    It ends with this process. Then it removes from /dev/shm what no living process of the run uses.
+    When this process ends, the guard removes files from /dev/shm that no living process of the run
+    uses, and ends.
     """
     reader, writer = os.pipe()
-    # The write end stays open, here alone, until this process ends: programs do not inherit it.
+    # Only this process keeps the write end open, because programs do not inherit it. The guard
+    # reads its end when this process ends.
     if os.fork() == 0:
         _guard(run, reader, writer)
     os.close(reader)
@@ -37,9 +39,9 @@ def _guard(run: RunDir, reader: int, writer: int) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         os.close(writer)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for number in range(3):
-            os.dup2(nothing, number)
+        devnull = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(devnull, descriptor)
         _close_all_but(0, 1, 2, reader)
         os.read(reader, 1)
         deadline = time.monotonic() + _PATIENCE_S
@@ -53,8 +55,8 @@ def _guard(run: RunDir, reader: int, writer: int) -> NoReturn:
 
 
 def _close_all_but(*kept: int) -> None:
-    """Close all other descriptors. A copy of one would keep a lock of the run that its process has
-    lost."""
+    """Close all other descriptors, because a copy of one would keep a lock of the run after its
+    process has ended."""
     for path in Path("/proc/self/fd").iterdir():
         if int(path.name) not in kept:
             # The descriptor of the listing itself is closed already.

@@ -1,9 +1,9 @@
-"""`python -m relax_hpc.commands.head`: what a batch script runs, and the hub's second node as
-well.
+"""`python -m relax_hpc.commands.head`: the program of a batch script, and of the standby on the
+hub's second node.
 
-Without --group it supervises a whole heterogeneous job, with --group one group inside a job of its
-own. Every head begins as a candidate: whoever finds the lease free leads, the others wait until the
-leader is gone or done.
+Without --group it supervises a whole heterogeneous job, with --group one group in a separate job.
+Every head begins as a candidate. A candidate that finds the lease free leads; the others wait until
+the leader has ended.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from relax_hpc.cluster.supervise.requests import read_stop_request, request_stop
 from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.commands.local import prepare
 from relax_hpc.commands.on_end import FAILED, report_end
-from relax_hpc.commands.run_setup import establish
+from relax_hpc.commands.run_setup import prepare_run_dir
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.net.rendezvous.network import peer_user
 from relax_hpc.net.rendezvous.process import EXIT_BUG, run_watched, set_private_umask
@@ -57,12 +57,12 @@ from relax_hpc.training.weights.node_cache import clear_staging, staging_root
 
 _LOOK_S = 0.2
 _ASK_SLURM_S = 10.0
-_SIGHTS = 1024
-"""Times that a sign can be looked at; who finds no room is a candidate too many, which waits like
-the others."""
+"""Seconds between two requests to Slurm."""
+_BACKLOG = 1024
+"""Pending connections to the socket of `_claim_node`. If the backlog is full, a further head counts
+as the first one of its node, and waits as a candidate."""
 _DEATHS, _DEATHS_S = 5, 600.0
-"""Deaths of a head, and the seconds within which so many mean that something is wrong with the
-node."""
+"""If a head dies so often within so many seconds, the cause is probably the node."""
 
 
 class Head:
@@ -79,8 +79,8 @@ class Head:
         self._foreign = ""
 
     def serve(self) -> int:
-        """Wait for the lease, lead, and wait again when somebody else has taken over; the exit
-        code."""
+        """Wait for the lease, lead, and wait again after another head has taken over. Returns the
+        exit code."""
         while True:
             lease = Lease(
                 self.run,
@@ -88,11 +88,12 @@ class Head:
                 self.config.liveness,
                 self.node,
                 self.allocation.name,
-                self._gone,
+                self._has_ended,
             )
             deadline = time.monotonic() + self.config.liveness.start_timeout_s
             while not lease.is_free():
-                if (code := read_outcome(self.run, self.name, self.allocation.name)) is not None:
+                code = read_outcome(self.run, self.name, self.allocation.name)
+                if code is not None:
                     return code
                 if self._foreign and time.monotonic() > deadline:
                     raise ConfigError(
@@ -100,7 +101,8 @@ class Head:
                         f"end this job, or that one: relax-hpc stop {self.run.root}"
                     )
                 time.sleep(_LOOK_S)
-            if (code := read_outcome(self.run, self.name, self.allocation.name)) is not None:
+            code = read_outcome(self.run, self.name, self.allocation.name)
+            if code is not None:
                 return code
             try:
                 return self.lead(lease)
@@ -109,31 +111,32 @@ class Head:
                 print(f"head: {error}; waiting as a candidate", flush=True)
                 await_disk_space(self.run.root)
 
-    def _gone(self, allocation: str) -> bool:
-        """Whether one life of a job (its id and number of restarts) is over, as far as Slurm
-        knows."""
+    def _has_ended(self, allocation: str) -> bool:
+        """Whether an allocation (a job id with its number of restarts) has ended, according to
+        Slurm."""
         job = allocation.rpartition("-")[0]
         if job == self.allocation.job:
             return True
         if time.monotonic() >= self._ask_at:
             self._ask_at = time.monotonic() + _ASK_SLURM_S
             with contextlib.suppress(SlurmError):
-                found = self.slurm.jobs(job).get(job)
-                self._foreign = job if found and found.state == "RUNNING" else ""
+                present = self.slurm.jobs(job).get(job)
+                self._foreign = job if present and present.state == "RUNNING" else ""
                 return not self._foreign
         return False
 
     def lead(self, lease: Lease) -> int:
-        """Supervise to the end; the exit code, which the other candidates are told."""
-        if self.over():
+        """Supervise until the end. Returns the exit code, which is recorded for the other
+        candidates."""
+        if self.run_has_ended():
             return EXIT_DONE
         code, ledger = EXIT_RETRY, Ledger(self.run)
         kind = HetJob if self.config.layout == "het" and not self.group else GroupJob
         job = kind(self.run, self.config, self.slurm, self.allocation, self.node)
-        # Whose user has cancelled it may have been killed before it could say so.
-        if (former := ledger.predecessor(self.allocation.job)) and stop_if_user_cancelled(
-            self.run, self.slurm, former
-        ):
+        # If the user has cancelled the previous job, its head may have been killed before it could
+        # request a stop of the run.
+        former = ledger.predecessor(self.allocation.job)
+        if former and stop_if_user_cancelled(self.run, self.slurm, former):
             print(f"head: job {former} was cancelled, so the run stops", flush=True)
             self._report_end()
             job.end(EXIT_DONE)
@@ -150,8 +153,8 @@ class Head:
             code = error.exit_code
             failure = None if code == EXIT_RETRY else (FAILED, str(error))
             print(f"relax-hpc: error: {error}", file=sys.stderr, flush=True)
-        # What is not written here, such as a bug of ours, ends this process, and another candidate
-        # goes on.
+        # After an unexpected error this process ends without an outcome, and another candidate
+        # continues.
         write_outcome(self.run, self.name, self.allocation.name, code)
         lease.release()
         self._report_end(failure)
@@ -162,8 +165,8 @@ class Head:
         if HUB in self.names:
             report_end(self.run, self.config, failure)
 
-    def over(self) -> bool:
-        """Whether the run needs nobody any more."""
+    def run_has_ended(self) -> bool:
+        """Whether the run is finished, or a stop was requested."""
         return self.run.finished.exists() or bool(read_stop_request(self.run))
 
     def _supervise(self, lease: Lease, job: GroupJob | HetJob) -> int:
@@ -184,14 +187,14 @@ class Head:
                 lease.former,
             )
             lease.acquire(supervisor.incarnation)
-            # After the supervisor has ended its groups: one that still lives would stage a version
-            # anew.
+            # This runs after the supervisor has ended its groups, because a living group would
+            # stage another version of the weights.
             stack.callback(self._clear_staging, supervisor)
             stack.enter_context(supervisor)
             if "hub" in self.names:
-                if not self._prepared(terminal):
+                if not self._prepare(terminal):
                     return EXIT_RETRY
-            elif not self._has_hub(lease, supervisor, job):
+            elif not self._await_hub(lease, supervisor, job):
                 return read_stop_request(self.run).get("code", EXIT_RETRY)
             job.begin(supervisor)
 
@@ -217,15 +220,16 @@ class Head:
         return EXIT_RETRY if outcome is Outcome.INTERRUPTED else EXIT_DONE
 
     def _clear_staging(self, supervisor: Supervisor) -> None:
-        # Without the hub, or once fenced, what lies on this node may be that of groups which go on.
+        # A job without the hub, or a fenced head, must not remove files of other groups on this
+        # node.
         if "hub" in self.names and not supervisor.fenced:
             shutil.rmtree(staging_root(self.run), ignore_errors=True)
         else:
             clear_staging(self.run)
 
-    def _prepared(self, terminal: Terminal) -> bool:
-        """Make what the run starts from; False if a signal came. NoProgressError if that failed in
-        each life so far."""
+    def _prepare(self, terminal: Terminal) -> bool:
+        """Make the model, the data and the warm start. False if a signal arrived. NoProgressError
+        if this has failed in every start of the job."""
         try:
             return prepare(self.run, self.config, terminal)
         except ConfigError:
@@ -237,23 +241,22 @@ class Head:
             request_stop(self.run, NoProgressError.exit_code, str(error))
             raise NoProgressError(f"{error}; allowed liveness.max_restarts={limit}") from error
 
-    def _has_hub(self, lease: Lease, supervisor: Supervisor, job: GroupJob | HetJob) -> bool:
-        """Jobs start in any order; without the hub there is nothing to do, and no node's time to
-        burn on restarts.
+    def _await_hub(self, lease: Lease, supervisor: Supervisor, job: GroupJob | HetJob) -> bool:
+        """Wait for the hub before the group starts, because Slurm starts jobs in any order.
 
-        False if this job is to end before. DeadlineError if that takes too long.
+        False if this job must end first. DeadlineError if the wait is too long.
         """
         limit, began = longest_wait_s(self.config), time.monotonic()
         if latest_card(self.run, "hub") is None:
-            supervisor.terminal.say("waits for the hub, which has not begun yet")
+            supervisor.terminal.say("waits for the hub, which has not started yet")
         while latest_card(self.run, "hub") is None:
             if supervisor.interrupted or read_stop_request(self.run):
                 return False
             supervisor.check_fenced()
             if time.monotonic() - began > limit:
                 raise DeadlineError(
-                    f"hub: has not begun within liveness.longest_wait_s={limit:g}; see its job in "
-                    "squeue, and its logs"
+                    f"hub: has not started within liveness.longest_wait_s={limit:g}; see its job "
+                    "in squeue, and its logs"
                 )
             lease.renew()
             job.check_ending(supervisor)
@@ -263,25 +266,30 @@ class Head:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m relax_hpc.commands.head", description=__doc__)
-    parser.add_argument("--run_dir", type=Path, help="of a run that relax-hpc submit has made")
-    parser.add_argument("--group", default="", help="supervise this group alone")
     parser.add_argument(
-        "--standby", action="store_true", help="end at once where a head of the run is already"
+        "--run_dir", type=Path, help="Run directory that relax-hpc submit has created."
+    )
+    parser.add_argument("--group", default="", help="Supervise only this group.")
+    parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="End immediately if a head of the run is on this node already.",
     )
     parser.add_argument(
-        "--config", action="append", default=[], help="make the run directory from these files"
+        "--config", action="append", default=[], help="Create the run directory from these files."
     )
     return parser.parse_args(argv)
 
 
 def head(args: argparse.Namespace) -> int:
-    """Run one life of a head; its exit code."""
+    """Run a head until it ends. Returns its exit code."""
     ignore_print_errors()
     try:
-        run, config = _run_of(args)
+        run, config = _load_run(args)
         candidate = Head(run, config, args.group)
-        sign = _sign(run, args.group, candidate.allocation.name)
-        if args.standby and sign is None:
+        # The claim lasts as long as this socket exists.
+        claim = _claim_node(run, args.group, candidate.allocation.name)
+        if args.standby and claim is None:
             return EXIT_DONE
         return candidate.serve()
     except RelaxError as error:
@@ -289,48 +297,48 @@ def head(args: argparse.Namespace) -> int:
         return error.exit_code
 
 
-def _sign(run: RunDir, group: str, allocation: str) -> socket.socket | None:
-    """Tells the heads of this life of a job that come to this node that one is here, as long as
-    this process lives; None if one is.
+def _claim_node(run: RunDir, group: str, allocation: str) -> socket.socket | None:
+    """Socket that shows further heads of this allocation that one runs on this node. It lasts as
+    long as this process. None if another head runs here already.
 
-    All users of the node see its name while it is there, and may take it when it is gone: theirs is
-    no sign.
+    Other users of the node can see the name of the socket, and can take it after this process has
+    ended. A socket of another user therefore does not count.
     """
-    words = "\0".join([str(run.root), group, allocation, node_name()]).encode()
-    name = f"\0relax-head-{hmac.new(run.token(), words, 'sha256').hexdigest()[:32]}"
-    sign = socket.socket(socket.AF_UNIX)
+    key = "\0".join([str(run.root), group, allocation, node_name()]).encode()
+    name = f"\0relax-head-{hmac.new(run.token(), key, 'sha256').hexdigest()[:32]}"
+    claim = socket.socket(socket.AF_UNIX)
     try:
-        sign.bind(name)
-        sign.listen(_SIGHTS)
+        claim.bind(name)
+        claim.listen(_BACKLOG)
     except OSError:
-        if _is_ours(name):
-            sign.close()
+        if _is_own_head(name):
+            claim.close()
             return None
-    return sign
+    return claim
 
 
-def _is_ours(name: str) -> bool:
-    """Whether a process of this user listens there."""
-    with socket.socket(socket.AF_UNIX) as look:
-        look.setblocking(False)
+def _is_own_head(name: str) -> bool:
+    """Whether a process of this user listens on the socket ``name``."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
         try:
-            look.connect(name)
-            return peer_user(look) == os.getuid()
+            client.connect(name)
+            return peer_user(client) == os.getuid()
         except OSError:
             return False
 
 
-def _run_of(args: argparse.Namespace) -> tuple[RunDir, Config]:
+def _load_run(args: argparse.Namespace) -> tuple[RunDir, Config]:
     if not args.config:
         return RunDir(args.run_dir), load_resolved(args.run_dir, args.group)
     from relax_hpc.config import load
 
     overrides = {"run_dir": str(args.run_dir)} if args.run_dir else {}
-    return establish(load(args.config, overrides), resume=True)
+    return prepare_run_dir(load(args.config, overrides), resume=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """A head that is killed, or fails on what nobody has thought of, is started again at once, as a
+    """Run a head. If it is killed or fails unexpectedly, it is restarted immediately as a
     candidate."""
     set_private_umask()
     args = parse(argv)
@@ -340,8 +348,8 @@ def main(argv: list[str] | None = None) -> int:
         if code >= 0 and code != EXIT_BUG:
             return code
         deaths.append(time.monotonic())
-        how = f"ended by signal {-code}" if code < 0 else "failed"
-        print(f"head: {how}", file=sys.stderr, flush=True)
+        end = f"ended by signal {-code}" if code < 0 else "failed"
+        print(f"head: {end}", file=sys.stderr, flush=True)
         looping = len(deaths) == _DEATHS and deaths[-1] - deaths[0] < _DEATHS_S
         return EXIT_RETRY if looping else None
 

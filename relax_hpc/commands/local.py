@@ -1,5 +1,4 @@
-"""The local layout: all groups of a run as process trees on this machine, watched by one small
-supervisor."""
+"""Layout `local`: all groups of a run as process trees on this machine, under one supervisor."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from relax_hpc.cluster.supervise.processes import LocalLauncher
 from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.commands.guard import start_guard
-from relax_hpc.commands.on_end import reporting_end
-from relax_hpc.commands.run_setup import establish
+from relax_hpc.commands.on_end import report_local_end
+from relax_hpc.commands.run_setup import prepare_run_dir
 from relax_hpc.config import Config
 from relax_hpc.net.rendezvous.process import stop_signals
 from relax_hpc.queue.plan import SUPERVISOR
@@ -29,19 +28,22 @@ from relax_hpc.training.weights.node_cache import staging_root
 
 
 def run(config: Config, resume: bool) -> int:
-    """Make or continue the run of ``config`` on this machine; the exit code of ``relax-hpc
+    """Start or resume the run of ``config`` on this machine. Returns the exit code of ``relax-hpc
     run``."""
     ignore_print_errors()
-    directory, config = establish(config, resume)
+    directory, config = prepare_run_dir(config, resume)
     if directory.finished.exists():
-        print(f"{directory.root}: the run is finished already; to go on, resume with more --steps")
+        print(
+            f"{directory.root}: the run is finished already; to continue it, resume with more "
+            "--steps"
+        )
         return EXIT_DONE
     with contextlib.ExitStack() as stack:
         terminal = stack.enter_context(contextlib.closing(Terminal(directory, config)))
         stack.callback(shutil.rmtree, staging_root(directory), ignore_errors=True)
         stack.push(terminal.log_error)
         start_guard(directory)
-        stack.enter_context(reporting_end(directory, config))
+        stack.enter_context(report_local_end(directory, config))
         if not prepare(directory, config, terminal):
             return EXIT_INTERRUPTED
         launcher, names = LocalLauncher(directory), start_order(config)
@@ -53,17 +55,17 @@ def run(config: Config, resume: bool) -> int:
         if outcome is Outcome.FINISHED:
             terminal.summary()
             return EXIT_DONE
-        terminal.say(f"go on with: relax-hpc run --run_dir {directory.root} --resume")
+        terminal.say(f"resume with: relax-hpc run --run_dir {directory.root} --resume")
         return read_stop_request(directory).get("code") or EXIT_INTERRUPTED
 
 
 def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
-    """Make the model, data and warm start in a process of its own, so that the supervisor stays
+    """Make the model, the data and the warm start in a child process, so that the supervisor stays
     small.
 
-    False if a signal came in its middle. ConfigError if what the user named is of no use.
+    False if a signal interrupted it. ConfigError if a file that the user named cannot be used.
     """
-    words = [sys.executable, "-m", "relax_hpc.roles.prepare", "--run_dir", str(directory.root)]
+    command = [sys.executable, "-m", "relax_hpc.roles.prepare", "--run_dir", str(directory.root)]
     log = directory.root / "logs" / "prepare.log"
     log.parent.mkdir(exist_ok=True)
     terminal.say(
@@ -78,7 +80,7 @@ def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
     start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as file:
         child = subprocess.Popen(
-            words, stdout=file, stderr=file, env=processes.role_environment(config)
+            command, stdout=file, stderr=file, env=processes.role_environment(config)
         )
     former = {number: signal.signal(number, interrupt) for number in stop_signals()}
     try:
@@ -92,7 +94,7 @@ def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
         lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
         if code != EXIT_CONFIG:
             raise RelaxError(f"prepare: {lines[-1]} (log: {log})")
-        # Nothing has begun: with the mistake mended, the same command line is right.
+        # The run has not started. After the mistake is corrected, the same command must work.
         directory.config.unlink()
         raise ConfigError(lines[-1])
     for line in log.read_bytes()[start:].decode(errors="replace").splitlines():

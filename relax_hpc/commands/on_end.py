@@ -1,4 +1,4 @@
-"""Command of the site's that tells people that a run has ended (`site.on_end`)."""
+"""Command of the site that reports the end of a run to people (`site.on_end`)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _LONGEST_S = 30.0
 """Seconds for the command; the job holds its nodes meanwhile."""
 FAILED = "failed"
 INTERRUPTED = ("stopped", "interrupted by a signal")
-"""State and reason of a local run that no command has stopped."""
+"""State and reason of a local run that ended without a request to stop it."""
 
 
 def report_end(run: RunDir, config: Config, otherwise: tuple[str, str] | None = None) -> None:
-    """Call `site.on_end` if the run has ended for good; by the supervisor of its hub.
+    """Run `site.on_end` if the run has ended for good. The supervisor of the hub calls this.
 
-    Its last arguments are the state (finished, stopped, failed), the run directory and the reason.
-    A command that fails, or takes too long, changes nothing. ``otherwise``: state and reason if the
-    run directory names none; None: another job continues the run.
+    The last arguments of the command are the state (finished, stopped, failed), the run directory
+    and the reason. A command that fails or takes too long has no effect. ``otherwise``: state and
+    reason if the run directory has none; None: another job continues the run.
     """
-    end = _end_of(run) or otherwise
+    end = _read_end(run) or otherwise
     if not config.site.on_end or end is None:
         return
     command = [*config.site.on_end, end[0], str(run.root), end[1]]
@@ -36,8 +36,8 @@ def report_end(run: RunDir, config: Config, otherwise: tuple[str, str] | None = 
 
 
 @contextlib.contextmanager
-def reporting_end(run: RunDir, config: Config) -> Iterator[None]:
-    """Report the end of a local run after the block; an exception that leaves it is a failure."""
+def report_local_end(run: RunDir, config: Config) -> Iterator[None]:
+    """Report the end of a local run after the block. An exception in the block is a failure."""
     end = INTERRUPTED
     try:
         yield
@@ -59,10 +59,11 @@ def _describe(error: Exception) -> str:
     return str(error)
 
 
-def _end_of(run: RunDir) -> tuple[str, str] | None:
-    """State and reason as the run directory has them."""
+def _read_end(run: RunDir) -> tuple[str, str] | None:
+    """State and reason from the run directory."""
     if run.finished.exists():
         return "finished", "all steps are trained"
-    if request := read_stop_request(run):
+    request = read_stop_request(run)
+    if request:
         return FAILED if request.get("code") else "stopped", str(request.get("reason", ""))
     return None

@@ -1,5 +1,8 @@
-"""`relax-hpc`: start, check, watch and plot runs. Each parser is made when asked for, heavy parts
-load in handlers."""
+"""`relax-hpc`: start, check, watch and plot runs.
+
+A parser is built only for the subcommand that is called, and handlers import heavy modules late, so
+that the program starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,18 @@ from relax_hpc.base.path_errors import exit_code_of, explain_path_error
 from relax_hpc.base.plugins import refuse_imports
 from relax_hpc.base.rundir import RunDir, check_owner
 from relax_hpc.base.terminal_text import harmless_output, log_entry
-from relax_hpc.commands.command import CONFIG_USAGE, Command, Verbs, complain, config_arguments
+from relax_hpc.commands.command import (
+    CONFIG_USAGE,
+    Command,
+    CommandGroup,
+    complain,
+    config_arguments,
+    json_argument,
+    run_argument,
+)
 from relax_hpc.commands.convert import CONVERT
 from relax_hpc.commands.queue import QUEUE
-from relax_hpc.commands.run_commands import LIVING
+from relax_hpc.commands.run_commands import RUN_COMMANDS
 from relax_hpc.commands.samples import SAMPLES
 from relax_hpc.commands.sandbox import SANDBOX
 from relax_hpc.config.changes import change_files
@@ -55,14 +66,15 @@ _TITLE = (
     "Reinforcement-learning post-training of language models on a Slurm cluster or one machine."
 )
 _SETTINGS = (
-    "Every setting of the configuration is an option too, such as --rollout.replicas 2: "
-    "`relax-hpc {name} --help rollout` explains those of a section, `--help model.tiny` those of "
-    "a part, `--help all` all of them. docs/configuration/ has all of them as pages."
+    "Every setting of the configuration is an option too, such as --rollout.replicas 2. "
+    "`relax-hpc {name} --help rollout` explains the settings of a section, `--help model.tiny` "
+    "those of a subsection, and `--help all` all settings. The same texts are in "
+    "docs/configuration/."
 )
 
 
 class _Parser(ArgumentParser):
-    """Parser whose errors end as one line, like all others."""
+    """Parser with errors of one line, like all other errors of this program."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         explain(message)
@@ -72,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code: 0 done, 75 try again, 78 configuration, 93 no
     progress.
 
-    What it prints is neutralised: names and texts of runs, models and services may be of anybody.
+    Control characters in its output are escaped, because names and texts of runs, models and
+    services may come from other people.
     """
     with harmless_output():
         return _run_command(argv)
@@ -93,7 +106,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has seen enough, as in `relax-hpc logs RUN | head`.
+        # The reader of a pipe has ended, as in `relax-hpc logs RUN | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except OSError as error:
@@ -101,19 +114,20 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def _end_by_os_error(error: OSError) -> int:
-    """Print one line about the disk or the path that ``error`` names; the exit code. Any other
-    error is raised again."""
+    """Print one line about the disk or the path in ``error``, and return the exit code. Other
+    errors are raised again."""
     if is_temporary(error):
         complain(describe_write_error(error.filename or "disk", error))
         return EXIT_RETRY
-    if not (sentence := explain_path_error(error)):
+    sentence = explain_path_error(error)
+    if not sentence:
         raise error
     complain(sentence)
     return exit_code_of(error)
 
 
 def parser_of(name: str) -> ArgumentParser:
-    """The parser of the subcommand `name`, such as `run` or `queue audit`."""
+    """The parser of subcommand ``name``, such as `run` or `queue audit`."""
     command = commands()[name]
     prog = f"relax-hpc {name}"
     parser = _Parser(
@@ -124,59 +138,59 @@ def parser_of(name: str) -> ArgumentParser:
 
 
 def commands() -> dict[str, Command]:
-    """Every subcommand by its words."""
-    found = {}
+    """All subcommands by their full names."""
+    by_name: dict[str, Command] = {}
     for name, entry in COMMANDS.items():
-        found |= (
-            {f"{name} {v}": c for v, c in entry.commands.items()}
-            if isinstance(entry, Verbs)
-            else {name: entry}
-        )
-    return found
+        if isinstance(entry, CommandGroup):
+            by_name |= {f"{name} {verb}": command for verb, command in entry.commands.items()}
+        else:
+            by_name[name] = entry
+    return by_name
 
 
 def _dispatch(argv: list[str]) -> int:
-    known = commands()
-    for words in (argv[:1], argv[:2]):
-        if (name := " ".join(words)) in known:
-            return _do(name, known[name], argv[len(words) :])
+    by_name = commands()
+    for length in (1, 2):
+        name = " ".join(argv[:length])
+        if name in by_name:
+            return _run_subcommand(name, by_name[name], argv[length:])
     if argv and not argv[0].startswith("-"):
-        return _explain_verbs(argv)
+        return _explain_group(argv)
     parser = _top_parser("relax-hpc", _TITLE, COMMANDS)
     parser.parse_args(argv)
     parser.print_help()
     return EXIT_DONE
 
 
-def _do(name: str, command: Command, argv: list[str]) -> int:
+def _run_subcommand(name: str, command: Command, argv: list[str]) -> int:
     if command.takes_config and argv[:1] in (["-h"], ["--help"]):
         print(_help(name, argv[1:]), end="")
         return EXIT_DONE
-    rest, free = split_free(argv) if command.takes_config else (argv, {})
-    given, wrong = _parse(name, rest)
-    if wrong:
-        raise ConfigError(*_with_other_mistakes(wrong, given | free, command))
-    return _handle(command, given | free)
+    declared, free = split_free(argv) if command.takes_config else (argv, {})
+    arguments, errors = _parse(name, declared)
+    if errors:
+        raise ConfigError(*_all_mistakes(errors, arguments | free, command))
+    return _handle(command, arguments | free)
 
 
-def _explain_verbs(argv: list[str]) -> int:
-    """Explain a command that needs another word, or refuse one that there is not."""
-    word, entry = argv[0], COMMANDS.get(argv[0])
-    if not isinstance(entry, Verbs):
+def _explain_group(argv: list[str]) -> int:
+    """Print the help of a group of commands. ConfigError for an unknown command."""
+    name, entry = argv[0], COMMANDS.get(argv[0])
+    if not isinstance(entry, CommandGroup):
         raise ConfigError(
-            f"{COMMAND_LINE}: {word}: unknown command, allowed: "
-            f"{', '.join(COMMANDS)}{near(word, list(COMMANDS))}"
+            f"{COMMAND_LINE}: {name}: unknown command, allowed: "
+            f"{', '.join(COMMANDS)}{near(name, list(COMMANDS))}"
         )
     if len(argv) > 1 and argv[1] not in ("-h", "--help"):
         allowed = f"allowed: {', '.join(entry.commands)}{near(argv[1], list(entry.commands))}"
-        raise ConfigError(f"{COMMAND_LINE}: {word} {argv[1]}: unknown verb, {allowed}")
-    _top_parser(f"relax-hpc {word}", entry.help, entry.commands).print_help()
+        raise ConfigError(f"{COMMAND_LINE}: {name} {argv[1]}: unknown verb, {allowed}")
+    _top_parser(f"relax-hpc {name}", entry.help, entry.commands).print_help()
     return EXIT_DONE
 
 
 def _help(name: str, topics: Sequence[str]) -> str:
-    """Help of a command: its own options, or those of ``topics``: sections of the configuration,
-    single settings, or `all`. ConfigError: there is no such topic."""
+    """Help of a command: its own options, or the settings of ``topics``. A topic is a section of
+    the configuration, a single setting, or `all`. ConfigError for an unknown topic."""
     parser = parser_of(name)
     section_of = {option.key: option.section.partition(": ")[0] for option in options()}
     sections = list(dict.fromkeys(section_of.values()))
@@ -202,137 +216,152 @@ def _help(name: str, topics: Sequence[str]) -> str:
 
 
 def _parse(name: str, argv: list[str]) -> tuple[dict[str, Any], list[OptionError]]:
-    """The arguments that were given, and what is wrong with the others."""
-    wrong: list[OptionError] = []
+    """The valid arguments, and the errors of the other ones."""
+    errors: list[OptionError] = []
     while True:
         try:
-            return parser_of(name).parse_args(argv, defaults=False).as_dict(), wrong
+            return parser_of(name).parse_args(argv, defaults=False).as_dict(), errors
         except OptionError as error:
-            left = without(argv, error.option)
-            if len(left) == len(argv):
+            # The parser stops at its first error. Without that option it finds the next one.
+            remaining = without(argv, error.option)
+            if len(remaining) == len(argv):
                 raise
-            argv = left
-            wrong.append(error)
+            argv = remaining
+            errors.append(error)
 
 
-def _with_other_mistakes(
-    wrong: list[OptionError], given: dict[str, Any], command: Command
+def _all_mistakes(
+    errors: list[OptionError], arguments: dict[str, Any], command: Command
 ) -> list[str]:
-    """Mistakes in options, and in the configuration that all others make."""
-    found = [text for error in wrong for text in error.mistakes]
+    """Mistakes in options, and in the configuration that results from the valid options."""
+    texts = list[str]()
+    for error in errors:
+        texts += error.mistakes
     if not command.is_whole:
-        return found
+        return texts
     settings = {
         key: value
-        for key, value in given.items()
+        for key, value in arguments.items()
         if key in Config.__dataclass_fields__ or "." in key
     }
-    layers = gather(given.get("config") or [], settings)
-    layers.mistakes += [Mistake(error.option.lstrip("-"), "") for error in wrong]
-    return found + findings_of(resolve(build(Config, layers.tree)), layers)
+    layers = gather(arguments.get("config") or [], settings)
+    layers.mistakes += [Mistake(error.option.lstrip("-"), "") for error in errors]
+    return texts + findings_of(resolve(build(Config, layers.tree)), layers)
 
 
 def findings_of(config: Config, layers: Layers) -> list[str]:
-    """Everything that is wrong with a configuration: mistakes of its layers, and what `check` finds
-    about the rest."""
+    """All mistakes in a configuration: those of its layers, and other findings of `check`."""
     texts = [mistake.text for mistake in layers.mistakes if mistake.text]
-    rest = (
-        []
-        if layers.lost_layer
-        else [one for one in check_request(config) if not layers.may_cause(one)]
-    )
-    return texts + [layers.with_source(finding) for finding in rest]
+    if layers.lost_layer:
+        return texts
+    findings = [finding for finding in check_request(config) if not layers.may_cause(finding)]
+    return texts + [layers.with_source(finding) for finding in findings]
 
 
-def _handle(command: Command, given: dict[str, Any]) -> int:
+def _handle(command: Command, arguments: dict[str, Any]) -> int:
     with refuse_imports() if command.only_reads else nullcontext():
         if command.for_others:
-            return command.handle(given)
+            return command.handle(arguments)
         before = os.umask(PRIVATE_UMASK)
         try:
-            return command.handle(given)
+            return command.handle(arguments)
         finally:
             os.umask(before)
 
 
-def _top_parser(prog: str, about: str, entries: Mapping[str, Command | Verbs]) -> ArgumentParser:
-    """Parser of a command line that goes on with one of ``entries``."""
-    version = {"version": __version__} if entries is COMMANDS else {}
+def _top_parser(
+    prog: str, description: str, entries: Mapping[str, Command | CommandGroup]
+) -> ArgumentParser:
+    """Parser of a command line whose next argument is one of ``entries``."""
     parser = _Parser(
-        prog=prog, usage=f"{prog} COMMAND ...", description=about, allow_abbrev=False, **version
+        prog=prog,
+        usage=f"{prog} COMMAND ...",
+        description=description,
+        allow_abbrev=False,
+        version=__version__ if entries is COMMANDS else None,
     )
-    shown = parser.add_argument_group(f"commands ({prog} COMMAND --help tells more)")
+    group = parser.add_argument_group(f"commands ({prog} COMMAND --help explains one)")
     for name, entry in entries.items():
-        shown.add_argument(
+        group.add_argument(
             f"command_{name}", nargs="?", default=SUPPRESS, metavar=name, help=entry.help
         )
     return parser
 
 
+def _resume_argument(parser: ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="Resume the run in run_dir.")
+
+
 def _run_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume", action="store_true", help="Go on with the run that lies in run_dir"
-    )
+    _resume_argument(parser)
     config_arguments(parser)
 
 
 def _plot_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directories")
-    parser.add_argument("--output", default="rewards.png", metavar="F.png", help="Image to write")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directories.")
+    parser.add_argument("--output", default="rewards.png", metavar="F.png", help="Image to write.")
     parser.add_argument(
-        "--tags", nargs="+", default=[], metavar="TAG", help="Metrics to draw; none: the usual ones"
+        "--tags",
+        nargs="+",
+        default=[],
+        metavar="TAG",
+        help="Metrics to plot. Default: the rewards and other usual metrics.",
     )
 
 
-def _run(given: dict[str, Any]) -> int:
-    resume = given.pop("resume", False)
-    if resume and not given.get("config"):
-        given["config"] = _files_of(_run_dir(given))
-    layers = _layers(given)
+def _run(arguments: dict[str, Any]) -> int:
+    resume = arguments.pop("resume", False)
+    if resume and not arguments.get("config"):
+        arguments["config"] = _config_files(_run_dir(arguments))
+    layers = _layers(arguments)
     if layers is None:
         return EXIT_DONE
-    config = _sound(layers, resume)
+    config = _check_config(layers, resume)
     from relax_hpc.commands import local
 
     return local.run(config, resume)
 
 
-def _from_files(algorithm: str, given: dict[str, Any]) -> int:
-    """Start a run whose rows are those of files, by ``algorithm``. ConfigError: the command line
-    names another."""
-    if (named := given.get("algorithm", {}).get("name", algorithm)) != algorithm:
+def _from_files(algorithm: str, arguments: dict[str, Any]) -> int:
+    """Start a run that reads its rows from files and trains by ``algorithm``. ConfigError if the
+    command line names another algorithm."""
+    name = arguments.get("algorithm", {}).get("name", algorithm)
+    if name != algorithm:
         raise ConfigError(
-            f"{COMMAND_LINE}: algorithm.name: found {named!r} with relax-hpc {algorithm}; use run"
+            f"{COMMAND_LINE}: algorithm.name: found {name!r} with relax-hpc {algorithm}; use run"
         )
-    return _run(given | {"algorithm.name": algorithm})
+    return _run(arguments | {"algorithm.name": algorithm})
 
 
 def _submit_arguments(parser: ArgumentParser) -> None:
+    _resume_argument(parser)
     parser.add_argument(
-        "--resume", action="store_true", help="Go on with the run that lies in run_dir"
+        "--dry-run", action="store_true", help="Write all files, but submit nothing to Slurm."
     )
-    parser.add_argument("--dry-run", action="store_true", help="Write every file, contact nothing")
-    parser.add_argument("--json", action="store_true", help="For programs")
-    parser.add_argument("--parsable", action="store_true", help="Job ids only, as sbatch does")
+    json_argument(parser)
+    parser.add_argument(
+        "--parsable", action="store_true", help="Print only the job ids, as sbatch --parsable does."
+    )
     config_arguments(parser)
 
 
-def _submit(given: dict[str, Any]) -> int:
-    resume, dry_run = given.pop("resume", False), given.pop("dry_run", False)
-    form = (
-        "json" if given.pop("json", False) else "parsable" if given.pop("parsable", False) else ""
-    )
-    if resume and not given.get("config"):
-        given["config"] = _files_of(_run_dir(given))
-    layers = _layers(given)
+def _submit(arguments: dict[str, Any]) -> int:
+    resume, dry_run = arguments.pop("resume", False), arguments.pop("dry_run", False)
+    as_json, parsable = arguments.pop("json", False), arguments.pop("parsable", False)
+    form = "parsable" if parsable else ""
+    if as_json:
+        form = "json"
+    if resume and not arguments.get("config"):
+        arguments["config"] = _config_files(_run_dir(arguments))
+    layers = _layers(arguments)
     if layers is None:
         return EXIT_DONE
-    asked, wrong = build(Config, layers.tree), list[str]()
-    if asked.layout == "local" and asked.site.name == "":
-        wrong.append(
+    unresolved, mistakes = build(Config, layers.tree), list[str]()
+    if unresolved.layout == "local" and unresolved.site.name == "":
+        mistakes.append(
             "layout: found 'local', allowed with submit: het or jobs, or local with a site; see run"
         )
-    config = _sound(layers, resume, wrong)
+    config = _check_config(layers, resume, mistakes)
     from relax_hpc.cluster.slurm.commands import Slurm
     from relax_hpc.cluster.slurm.job_lookup import check_no_live_jobs
     from relax_hpc.commands.submit import submit
@@ -343,49 +372,54 @@ def _submit(given: dict[str, Any]) -> int:
 
 
 def _resume_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="Run directory")
+    run_argument(parser)
     config_arguments(parser)
 
 
-def _resume(given: dict[str, Any]) -> int:
-    """Resume a run as it was started: on this machine, or by Slurm."""
-    folder = given["run_dir"] = given.pop("run")
+def _resume(arguments: dict[str, Any]) -> int:
+    """Resume a run in the way it was started: on this machine, or by Slurm."""
+    folder = arguments["run_dir"] = arguments.pop("run")
     _check_run_dir(RunDir(Path(folder)), resume=True)
-    was = load_resolved(Path(folder))
-    layout, site = given.get("layout", was.layout), given.get("site.name", was.site.name)
+    stored = load_resolved(Path(folder))
+    layout = arguments.get("layout", stored.layout)
+    site = arguments.get("site.name", stored.site.name)
     start = _run if (layout, site) == ("local", "") else _submit
-    return start(given | {"resume": True})
+    return start(arguments | {"resume": True})
 
 
-def _check(given: dict[str, Any]) -> int:
-    layers = _layers(given)
+def _check(arguments: dict[str, Any]) -> int:
+    layers = _layers(arguments)
     if layers is None:
         return EXIT_DONE
     config = resolve(build(Config, layers.tree))
     findings = findings_of(config, layers)
     lines = [*findings, *(f"note: {note}" for note in notes_of(config))] or ["no findings"]
-    # A name of a model's file may hold newlines, which must not look like further findings.
+    # The name of a model's file may contain newlines, which must not look like further findings.
     print("\n".join(map(log_entry, lines)))
     return EXIT_CONFIG if findings else EXIT_DONE
 
 
-def _plot(given: dict[str, Any]) -> int:
+def _plot(arguments: dict[str, Any]) -> int:
     from relax_hpc.base.metrics import plot
 
-    return plot.main(given["runs"], given.get("output", "rewards.png"), given.get("tags", []))
+    return plot.main(
+        arguments["runs"], arguments.get("output", "rewards.png"), arguments.get("tags", [])
+    )
 
 
 def _doctor_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--deep", action="store_true", help="Also look from the nodes, by a job of a minute"
+        "--deep",
+        action="store_true",
+        help="Also run the checks on compute nodes, in a job of about a minute.",
     )
-    parser.add_argument("--json", action="store_true", help="For programs")
+    json_argument(parser)
     config_arguments(parser)
 
 
-def _doctor(given: dict[str, Any]) -> int:
-    deep, as_json = given.pop("deep", False), given.pop("json", False)
-    layers = _layers(given)
+def _doctor(arguments: dict[str, Any]) -> int:
+    deep, as_json = arguments.pop("deep", False), arguments.pop("json", False)
+    layers = _layers(arguments)
     if layers is None:
         return EXIT_DONE
     from relax_hpc.ops.doctor import doctor
@@ -394,13 +428,13 @@ def _doctor(given: dict[str, Any]) -> int:
 
 
 def _plan_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="For programs")
+    json_argument(parser)
     config_arguments(parser)
 
 
-def _plan(given: dict[str, Any]) -> int:
-    as_json = given.pop("json", False)
-    layers = _layers(given)
+def _plan(arguments: dict[str, Any]) -> int:
+    as_json = arguments.pop("json", False)
+    layers = _layers(arguments)
     if layers is None:
         return EXIT_DONE
     if layers.mistakes:
@@ -411,36 +445,38 @@ def _plan(given: dict[str, Any]) -> int:
 
     config = resolve(build(Config, layers.tree))
     spec = spec_at(config.model)
-    if wrong := sorted(misfits(config, spec)):
-        raise ConfigError(*(layers.with_source(one) for one in wrong))
+    problems = sorted(misfits(config, spec))
+    if problems:
+        raise ConfigError(*(layers.with_source(problem) for problem in problems))
     return view.main(config, spec, as_json)
 
 
-def _layers(given: dict[str, Any]) -> Layers | None:
-    """The configuration asked for, with what is wrong with it; None if it was only to be
-    printed."""
-    files, only_print = given.pop("config", None) or [], given.pop("print_config", None) is not None
-    if not only_print:
-        return gather(files, given)
-    print(print_config(compose(files, given)), end="")
+def _layers(arguments: dict[str, Any]) -> Layers | None:
+    """The configuration of the command line with its mistakes. None if the user only wants to see
+    it; then it is printed."""
+    files = arguments.pop("config", None) or []
+    if arguments.pop("print_config", None) is None:
+        return gather(files, arguments)
+    print(print_config(compose(files, arguments)), end="")
     return None
 
 
 def notes_of(config: Config) -> list[str]:
-    """Notes on what is no mistake, but may not be meant."""
+    """Notes on settings that are valid but unusual."""
     from relax_hpc.ops.checks.files import notes
 
     return list(notes(config))
 
 
-def _sound(layers: Layers, resume: bool, wrong: Sequence[str] = ()) -> Config:
-    """The whole configuration of a run that may begin, or go on. ConfigError: everything that is
-    wrong with it, ``wrong`` among it."""
+def _check_config(layers: Layers, resume: bool, known_mistakes: Sequence[str] = ()) -> Config:
+    """The whole configuration of a run that may start or resume. ConfigError with all mistakes,
+    including ``known_mistakes``."""
     config, mistakes = resolve(build(Config, layers.tree)), Mistakes()
-    mistakes.add(*wrong)
+    mistakes.add(*known_mistakes)
     with mistakes:
         _check_run_dir(RunDir(Path(config.run_dir)), resume)
-    mistakes.texts = [one for one in mistakes.texts if not layers.may_cause(one)]
+    # A mistake that follows from a mistake in a layer is reported only once.
+    mistakes.texts = [text for text in mistakes.texts if not layers.may_cause(text)]
     mistakes.add(*findings_of(config, layers))
     mistakes.raise_if_any()
     for note in notes_of(config):
@@ -448,30 +484,29 @@ def _sound(layers: Layers, resume: bool, wrong: Sequence[str] = ()) -> Config:
     return config
 
 
-def _run_dir(given: dict[str, Any]) -> RunDir:
-    """Run directory in which a resume without files finds its configuration."""
-    if not (given.get("run_dir") or given.get("name")):
+def _run_dir(arguments: dict[str, Any]) -> RunDir:
+    """Run directory with the configuration of a run that is resumed without files."""
+    if not (arguments.get("run_dir") or arguments.get("name")):
         raise ConfigError(
             f"{COMMAND_LINE}: --resume: found neither --run_dir nor --config, give one of them"
         )
-    run = RunDir(Path(given.get("run_dir") or f"runs/{given['name']}"))
-    # A run directory that was moved counts from where it is now.
-    given["run_dir"] = str(run.root)
+    run = RunDir(Path(arguments.get("run_dir") or f"runs/{arguments['name']}"))
+    # A run directory that was moved has its present path.
+    arguments["run_dir"] = str(run.root)
     _check_run_dir(run, resume=True)
     return run
 
 
-def _files_of(run: RunDir) -> list[str]:
-    """A run's own configuration, with what was changed for whole groups since."""
-    names = load_resolved(run.root).groups
-    return [
-        str(path) for path in (run.config, *(f for f in change_files(run) if f.stem[7:] in names))
-    ]
+def _config_files(run: RunDir) -> list[str]:
+    """The configuration file of a run, and the files with later changes of whole groups."""
+    groups = load_resolved(run.root).groups
+    changes = [path for path in change_files(run) if path.stem[7:] in groups]
+    return [str(path) for path in (run.config, *changes)]
 
 
 def _check_run_dir(run: RunDir, resume: bool) -> None:
     if not resume:
-        # A path that cannot be looked at is a finding of `check`.
+        # A path that cannot be read is a finding of `check`.
         if os.path.exists(run.config):  # noqa: PTH110 - Path.exists raises then
             raise ConfigError(
                 f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir"
@@ -484,9 +519,9 @@ def _check_run_dir(run: RunDir, resume: bool) -> None:
     check_owner(run.root, "resume")
 
 
-COMMANDS: dict[str, Command | Verbs] = {
+COMMANDS: dict[str, Command | CommandGroup] = {
     "run": Command(
-        "Start a run, or go on with one, and supervise it until it ends.",
+        "Start or resume a run on this machine, and supervise it until it ends.",
         f"[--resume] [--run_dir D] {CONFIG_USAGE}",
         _run_arguments,
         _run,
@@ -494,7 +529,7 @@ COMMANDS: dict[str, Command | Verbs] = {
         is_whole=True,
     ),
     "sft": Command(
-        "Learn from demonstrations: run with algorithm sft, data.train with rows {id, prompt or "
+        "Learn from demonstrations: `run` with algorithm sft. data.train has rows {id, prompt or "
         "messages, answer}.",
         f"[--run_dir D] {CONFIG_USAGE}",
         config_arguments,
@@ -503,8 +538,8 @@ COMMANDS: dict[str, Command | Verbs] = {
         is_whole=True,
     ),
     "dpo": Command(
-        "Learn from preferences: run with algorithm dpo, data.train with rows {id, prompt, chosen, "
-        "rejected}.",
+        "Learn from preferences: `run` with algorithm dpo. data.train has rows {id, prompt, "
+        "chosen, rejected}.",
         f"[--run_dir D] {CONFIG_USAGE}",
         config_arguments,
         partial(_from_files, "dpo"),
@@ -512,14 +547,14 @@ COMMANDS: dict[str, Command | Verbs] = {
         is_whole=True,
     ),
     "resume": Command(
-        "Go on with a run, as it was started: here, or by Slurm.",
+        "Resume a run in the way it was started: on this machine, or by Slurm.",
         f"RUN {CONFIG_USAGE}",
         _resume_arguments,
         _resume,
         takes_config=True,
     ),
     "submit": Command(
-        "Hand a run to Slurm.",
+        "Submit a run to Slurm.",
         f"[--resume] [--dry-run] [--json | --parsable] {CONFIG_USAGE}",
         _submit_arguments,
         _submit,
@@ -527,7 +562,7 @@ COMMANDS: dict[str, Command | Verbs] = {
         is_whole=True,
     ),
     "check": Command(
-        "Look for mistakes without starting anything.",
+        "Look for mistakes in a configuration without starting anything.",
         CONFIG_USAGE,
         config_arguments,
         _check,
@@ -535,7 +570,7 @@ COMMANDS: dict[str, Command | Verbs] = {
         True,
     ),
     "doctor": Command(
-        "Look for what would go wrong on this cluster, before anything is submitted.",
+        "Check the cluster, the site file and the configuration before a run is submitted.",
         f"[--deep] [--json] {CONFIG_USAGE}",
         _doctor_arguments,
         _doctor,
@@ -543,17 +578,17 @@ COMMANDS: dict[str, Command | Verbs] = {
         is_whole=True,
     ),
     "plan": Command(
-        "Work out how much memory a run takes, and what would make it fit.",
+        "Estimate the memory of a run on each GPU and node, and suggest settings that make it fit.",
         f"[--json] {CONFIG_USAGE}",
         _plan_arguments,
         _plan,
         takes_config=True,
         is_whole=True,
     ),
-    **LIVING,
+    **RUN_COMMANDS,
     "sandbox": SANDBOX,
     "plot": Command(
-        "Draw the metrics of one or more runs.",
+        "Plot the metrics of one or more runs as an image.",
         "RUN [RUN ...] [--output F] [--tags T ...]",
         _plot_arguments,
         _plot,

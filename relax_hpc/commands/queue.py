@@ -1,4 +1,4 @@
-"""`relax-hpc queue VERB`: what became of the rows of a run, and the rows themselves."""
+"""`relax-hpc queue VERB`: audit the rows of a run, and export them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from jsonargparse import ArgumentParser
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.base.path_errors import explain_path_error
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.commands.command import Command, Verbs, complain, run_argument
+from relax_hpc.commands.command import (
+    Command,
+    CommandGroup,
+    complain,
+    json_argument,
+    run_argument,
+)
 from relax_hpc.config.layer_validation import COMMAND_LINE
 
 if TYPE_CHECKING:
@@ -23,31 +29,36 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 3.0
 _SHOWN = 20
-"""Problems on the screen; --json has all of them."""
+"""Number of problems on the screen; --json prints all of them."""
 
 
 def _audit_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
-    parser.add_argument("--json", action="store_true", help="For programs")
+    json_argument(parser)
 
 
 def _export_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="Rows of this step")
-    parser.add_argument("--steps", metavar="A-B", help="Rows of steps A to B")
-    parser.add_argument("--format", default="jsonl", metavar="F", help="jsonl or parquet")
-    parser.add_argument("--output", metavar="FILE", help="File to write")
+    parser.add_argument("--step", type=int, metavar="N", help="Export the rows of this step.")
+    parser.add_argument("--steps", metavar="A-B", help="Export the rows of steps A to B.")
+    parser.add_argument(
+        "--format", default="jsonl", metavar="F", help="Format of the file: jsonl or parquet."
+    )
+    parser.add_argument("--output", metavar="FILE", help="File to write.")
 
 
-def _of_run(verb: str, act: Callable[[RunDir, dict[str, Any]], int], given: dict[str, Any]) -> int:
-    run = RunDir(Path(given.pop("run")))
+def _on_run(
+    verb: str, act: Callable[[RunDir, dict[str, Any]], int], arguments: dict[str, Any]
+) -> int:
+    """Call ``act`` on the run of the command line, with errors of one line."""
+    run = RunDir(Path(arguments.pop("run")))
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     from relax_hpc.queue.controller.journal import JournalError
     from relax_hpc.queue.storage.shard import ShardError
 
     try:
-        return act(run, given)
+        return act(run, arguments)
     except (JournalError, ShardError) as error:
         raise ConfigError(str(error)) from error
     except BrokenPipeError:
@@ -58,87 +69,92 @@ def _of_run(verb: str, act: Callable[[RunDir, dict[str, Any]], int], given: dict
         raise RelaxError(f"queue {verb}: {error}") from error
 
 
-def _audit(run: RunDir, given: dict[str, Any]) -> int:
+def _audit(run: RunDir, arguments: dict[str, Any]) -> int:
     from relax_hpc.queue.inspect.audit import Ledger
 
     ledger, finished = Ledger(run), run.finished.exists()
     live = not finished and _answers(run)
     trained, steps = ledger.state.progress.trained_steps, ledger.plan.steps
-    found = ledger.judge(trained)
+    audit = ledger.judge(trained)
     if not live:
-        found.problems += ledger.events.problems(ended_well=finished)
+        audit.problems += ledger.events.problems(ended_well=finished)
     if finished and trained < steps:
-        found.problems.append(
+        audit.problems.append(
             f"the run is marked finished, its journal has {trained} of {steps} steps trained"
         )
-    about = {
+    state = "live" if live else "not running"
+    report: dict[str, Any] = {
         "run_dir": str(run.root),
-        "state": "finished" if finished else "live" if live else "not running",
+        "state": "finished" if finished else state,
+        "trained_steps": trained,
+        "steps": steps,
+        "journal_records": ledger.records,
     }
-    about |= {"trained_steps": trained, "steps": steps, "journal_records": ledger.records}
-    about |= _figures(found, len(ledger.plan.undeclared))
-    print(json.dumps(about) if given.get("json") else "\n".join(_lines(about)))
-    return EXIT_CONFIG if found.problems else EXIT_DONE
+    report |= _count_rows(audit, len(ledger.plan.undeclared))
+    print(json.dumps(report) if arguments.get("json") else "\n".join(_audit_lines(report)))
+    return EXIT_CONFIG if audit.problems else EXIT_DONE
 
 
-def _figures(found: Audit, rows: int) -> dict[str, Any]:
-    """``rows``: for how many a prompt group counts that never had any."""
-    failed = Counter({reason: count * rows for reason, count in found.failed.items()})
+def _count_rows(audit: Audit, rows: int) -> dict[str, Any]:
+    """Numbers of an audit. A prompt group that never had any rows counts as ``rows`` rows."""
+    failed = Counter({reason: count * rows for reason, count in audit.failed.items()})
     return {
-        "accepted": found.accepted,
-        "trained": found.trained,
-        "dropped": dict(found.dropped - found.refused),
-        "in_flight": found.in_flight,
-        "waiting_for": dict(found.waiting),
-        "consumed_by": dict(found.consumed),
-        "never_accepted": dict(found.refused + failed),
-        "segment_tokens": found.segments,
-        "torn_bytes": found.torn,
-        "lost": found.lost,
-        "duplicated": found.duplicated,
-        "problems": found.problems,
+        "accepted": audit.accepted,
+        "trained": audit.trained,
+        "dropped": dict(audit.dropped - audit.refused),
+        "in_flight": audit.in_flight,
+        "waiting_for": dict(audit.waiting),
+        "consumed_by": dict(audit.consumed),
+        "never_accepted": dict(audit.refused + failed),
+        "segment_tokens": audit.segments,
+        "torn_bytes": audit.torn,
+        "lost": audit.lost,
+        "duplicated": audit.duplicated,
+        "problems": audit.problems,
     }
 
 
-def _lines(about: dict[str, Any]) -> Iterator[str]:
+def _audit_lines(report: dict[str, Any]) -> Iterator[str]:
     """The audit as text."""
-    done = (
-        f"{about['trained_steps']} of {about['steps']} steps trained, "
-        f"{about['journal_records']} journal records"
+    progress = (
+        f"{report['trained_steps']} of {report['steps']} steps trained, "
+        f"{report['journal_records']} journal records"
     )
-    yield f"{about['run_dir']}: {about['state']}, {done}"
-    if about["state"] == "live":
-        yield "the run goes on: this is its journal as it was a moment ago"
+    yield f"{report['run_dir']}: {report['state']}, {progress}"
+    if report["state"] == "live":
+        yield "the run continues: these are the numbers of a moment ago"
     yield _row(
-        "accepted", about["accepted"], "rows; each acceptance of one that was dropped before counts"
+        "accepted",
+        report["accepted"],
+        "rows; a row that was dropped and accepted again counts each time",
     )
-    yield _row("trained", about["trained"], "once, by steps that were not rolled back")
-    yield _row("dropped", sum(about["dropped"].values()), _list(about["dropped"]))
-    waiting = _list(about["waiting_for"])
-    yield _row("in flight", about["in_flight"], waiting and f"to be consumed by: {waiting}")
-    if about["never_accepted"]:
+    yield _row("trained", report["trained"], "once, by steps that were not rolled back")
+    yield _row("dropped", sum(report["dropped"].values()), _list(report["dropped"]))
+    waiting = _list(report["waiting_for"])
+    yield _row("in flight", report["in_flight"], waiting and f"to be consumed by: {waiting}")
+    if report["never_accepted"]:
         yield _row(
-            "not accepted", sum(about["never_accepted"].values()), _list(about["never_accepted"])
+            "not accepted", sum(report["never_accepted"].values()), _list(report["never_accepted"])
         )
-    if tokens := about["segment_tokens"]:
+    if tokens := report["segment_tokens"]:
         fates = {fate: count for fate, count in tokens.items() if fate != "appended"}
         yield _row(
             "in segments",
             tokens["appended"],
             f"tokens, of attempts under way and spares: {_list(fates)}",
         )
-    yield _row("torn bytes", sum(about["torn_bytes"].values()), _list(about["torn_bytes"]))
-    yield f"consumed by: {_list(about['consumed_by']) or 'no task yet'}"
-    problems = about["problems"]
+    yield _row("torn bytes", sum(report["torn_bytes"].values()), _list(report["torn_bytes"]))
+    yield f"consumed by: {_list(report['consumed_by']) or 'no task yet'}"
+    problems = report["problems"]
     yield from (f"wrong: {problem}" for problem in problems[:_SHOWN])
     if len(problems) > _SHOWN:
-        yield f"wrong: {len(problems) - _SHOWN} more, see --json"
+        yield f"wrong: {len(problems) - _SHOWN} more problems, see --json"
     if not problems:
         yield "nothing is wrong"
 
 
-def _row(name: str, count: int, about: str) -> str:
-    return f"{name:<13}{count:>9}  {about}".rstrip()
+def _row(name: str, count: int, text: str) -> str:
+    return f"{name:<13}{count:>9}  {text}".rstrip()
 
 
 def _list(counts: dict[str, int]) -> str:
@@ -153,10 +169,11 @@ def _answers(run: RunDir) -> bool:
     from relax_hpc.queue.client import QueueClient
     from relax_hpc.queue.records import OBSERVER_INCARNATION
 
-    if (card := latest_card(run, "hub")) is None:
+    card = latest_card(run, "hub")
+    if card is None:
         return False
     try:
-        # Where nothing listens any more this fails at once; the question would wait for its
+        # If no process listens, this fails immediately, while the request would wait for its
         # deadline.
         open_socket(card.endpoint, _ANSWER_S).close()
         with QueueClient(run, load_resolved(run.root), "observer", OBSERVER_INCARNATION) as client:
@@ -166,24 +183,25 @@ def _answers(run: RunDir) -> bool:
     return True
 
 
-def _export(run: RunDir, given: dict[str, Any]) -> int:
+def _export(run: RunDir, arguments: dict[str, Any]) -> int:
     from relax_hpc.queue.inspect.export import KeptRows, export
 
-    if not given.get("output"):
+    if not arguments.get("output"):
         raise ConfigError(f"{COMMAND_LINE}: --output: found nothing, give the file to write")
-    output, wanted = Path(given["output"]), _wanted(given)
+    output, wanted = Path(arguments["output"]), _requested_steps(arguments)
     if not output.parent.is_dir():
         raise ConfigError(f"--output: {output.parent}: no such folder")
     kept = KeptRows(run)
-    there = kept.steps()
-    if (gone := next((step for step in wanted if step not in there), None)) is not None:
-        found = f"kept are steps {_ranges(there)}" if there else "none are kept"
+    stored = kept.steps()
+    missing = next((step for step in wanted if step not in stored), None)
+    if missing is not None:
+        present = f"steps {_ranges(stored)} are kept" if stored else "no steps are kept"
         raise ConfigError(
-            f"queue export: no rows of step {gone}; {found} (queue.keep_steps says how long they "
-            "stay)"
+            f"queue export: no rows of step {missing}; {present} (queue.keep_steps says how long "
+            "they stay)"
         )
     kept.spell, textless = _speller(run)
-    count = export(kept, wanted, given.get("format", "jsonl"), output)
+    count = export(kept, wanted, arguments.get("format", "jsonl"), output)
     print(f"{output}: {count} rows of step {_ranges(list(wanted))}")
     if textless:
         complain(f"the rows have no text: {textless}")
@@ -196,7 +214,7 @@ def _export(run: RunDir, given: dict[str, Any]) -> int:
 
 
 def _speller(run: RunDir) -> tuple[Callable[[list[int]], str] | None, str]:
-    """Decoder of tokens by the run's own tokenizer, or why it cannot be had."""
+    """Decoder of tokens with the tokenizer of the run, or the reason why it cannot be loaded."""
     from relax_hpc.data.tokenizer import load_tokenizer
 
     try:
@@ -205,13 +223,13 @@ def _speller(run: RunDir) -> tuple[Callable[[list[int]], str] | None, str]:
         return None, str(error)
 
 
-def _wanted(given: dict[str, Any]) -> range:
+def _requested_steps(arguments: dict[str, Any]) -> range:
     """The steps that --step or --steps names."""
-    step, steps = given.get("step"), given.get("steps")
-    if (step is None) == (steps is None):
-        raise ConfigError(f"{COMMAND_LINE}: give one of --step N and --steps A-B")
-    if step is not None:
+    step, steps = arguments.get("step"), arguments.get("steps")
+    if step is not None and steps is None:
         return range(step, step + 1)
+    if step is not None or steps is None:
+        raise ConfigError(f"{COMMAND_LINE}: give one of --step N and --steps A-B")
     ends = re.fullmatch(r"(\d+)-(\d+)", steps)
     if not ends or int(ends[1]) > int(ends[2]):
         raise ConfigError(
@@ -221,7 +239,7 @@ def _wanted(given: dict[str, Any]) -> range:
 
 
 def _ranges(steps: list[int]) -> str:
-    """Ascending numbers, as people write them.
+    """Ascending numbers in a short form.
 
     >>> _ranges([1, 2, 3, 5])
     '1-3, 5'
@@ -235,23 +253,23 @@ def _ranges(steps: list[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-QUEUE = Verbs(
-    "What became of every row of a run, and the rows themselves.",
+QUEUE = CommandGroup(
+    "Audit the rows of a run, or export them.",
     {
         "audit": Command(
-            "Prove from the journal that each accepted row was consumed once by every task, or "
-            "dropped.",
+            "Prove from the journal that every task has consumed each accepted row exactly once, "
+            "or that the row was dropped for a reason.",
             "RUN [--json]",
             _audit_arguments,
-            partial(_of_run, "audit", _audit),
+            partial(_on_run, "audit", _audit),
             only_reads=True,
             for_others=True,
         ),
         "export": Command(
-            "Write the rows of steps that are still kept, with what their tokens say.",
+            "Write the rows of steps that are still kept to a file, with the text of their tokens.",
             "RUN (--step N | --steps A-B) [--format jsonl|parquet] --output FILE",
             _export_arguments,
-            partial(_of_run, "export", _export),
+            partial(_on_run, "export", _export),
             only_reads=True,
             for_others=True,
         ),

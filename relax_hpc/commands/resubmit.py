@@ -1,8 +1,8 @@
-"""`relax-hpc resubmit`: replace one group of a living run, also with another size or setting; the
-others go on.
+"""`relax-hpc resubmit`: replace one group of a running run, optionally with another size or
+setting, while the other groups continue.
 
-In place, where its nodes stay the same; else the supervisor stops the group in good order, and a
-job of its own takes over, in the queue before the old nodes are free.
+If the nodes stay the same, the group restarts in place. Otherwise the supervisor stops the group
+cleanly, and a separate job takes over. That job is in Slurm's queue before the old nodes are free.
 """
 
 from __future__ import annotations
@@ -38,193 +38,199 @@ from relax_hpc.net.rendezvous.roster import latest_card
 from relax_hpc.ops.checks.settings import check
 
 ANSWER_S = 30.0
-"""Seconds for an answer of a supervisor, besides the time in which a group stops."""
+"""Seconds for the answer of a supervisor, in addition to the time in which a group stops."""
 GRACE_S = 10.0
-"""Seconds for a job to end once its group is released."""
+"""Seconds for a job to end after its group is released."""
 LOOK_S = 1.0
+"""Seconds between two requests to Slurm."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """Request of the user."""
+class ResubmitRequest:
+    """Request of the user to replace a group."""
 
     group: str
     files: Sequence[str] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
     nodes: int | None = None
     code: str | None = None
-    """Folder with the package that the group shall run."""
+    """Folder with the package that the group must run."""
     new_job: bool = False
-    """Whether it shall get a job of its own, even where a restart in place is the rule (layout
+    """Whether the group gets a separate job, even if a restart in place is the default (layout
     het)."""
     in_place: bool = False
-    """Whether it shall stay on its nodes, even where a new job is the rule (layout jobs)."""
+    """Whether the group stays on its nodes, even if a new job is the default (layout jobs)."""
     parsable: bool = False
 
 
-def main(root: str, wish: Wish) -> int:
-    """Do it; progress goes to standard error, the new job, if there is one, to standard output."""
-    run = RunDir(root)
+def main(root: str, request: ResubmitRequest) -> int:
+    """Replace the group. Progress goes to standard error, the id of a new job to standard
+    output."""
+    run = RunDir(Path(root))
     config = load_unfinished_run(run)
-    group_of(config, wish.group)
-    in_place = _in_place(run, config, wish)
-    change(run, config, wish)
+    group_of(config, request.group)
+    in_place = _stays_in_place(run, config, request)
+    apply_change(run, config, request)
     if in_place:
-        requested(run, config, "restart", wish.group)
-        tell(f"{wish.group}: started again in place")
+        request_and_wait(run, config, "restart", request.group)
+        print_progress(f"{request.group}: restarted in place")
     else:
-        announce(wish.group, replace_job(run, config, Slurm(), wish.group), wish.parsable)
+        job = replace_job(run, config, Slurm(), request.group)
+        print_job(request.group, job, request.parsable)
     return EXIT_DONE
 
 
-def change(run: RunDir, config: Config, wish: Wish) -> None:
-    """Validate and keep what the group shall have from its next start on."""
-    size = {} if wish.nodes is None else {f"groups.{wish.group}.resources.nodes": wish.nodes}
-    if wish.code is not None:
-        size[f"groups.{base_name(wish.group, config.groups)}.code"] = _own_code(
-            run, Path(wish.code)
-        )
+def apply_change(run: RunDir, config: Config, request: ResubmitRequest) -> None:
+    """Check the new settings of the group, and store them for its next start."""
+    group = request.group
+    settings: dict[str, Any] = dict(request.overrides)
+    if request.nodes is not None:
+        settings[f"groups.{group}.resources.nodes"] = request.nodes
+    if request.code is not None:
+        code = _copy_new_code(run, Path(request.code))
+        settings[f"groups.{base_name(group, config.groups)}.code"] = code
 
-    def judge(found: Config) -> None:
-        if findings := check(found):
+    def check_changed(changed: Config) -> None:
+        findings = check(changed)
+        if findings:
             raise ConfigError(findings[0])
-        if found.layout == "local":
-            components(found)
+        if changed.layout == "local":
+            components(changed)
         else:
-            group_component(found, wish.group)
+            group_component(changed, group)
 
-    now = load_resolved(run.root, wish.group)
-    path = add_change(run, now, wish.group, wish.files, {**wish.overrides, **size}, judge)
+    present = load_resolved(run.root, group)
+    path = add_change(run, present, group, request.files, settings, check_changed)
     if path:
-        tell(f"{wish.group}: keeps the change in {path}")
+        print_progress(f"{group}: the change is stored in {path}")
 
 
-def _own_code(run: RunDir, source: Path) -> str:
-    """A copy in the run of the package below ``source``. ConfigError unless the other groups
-    understand it."""
-    if hub := latest_card(run, "hub"):
+def _copy_new_code(run: RunDir, source: Path) -> str:
+    """Copy the package in ``source`` into the run. ConfigError if its protocol differs from that of
+    the other groups."""
+    hub = latest_card(run, "hub")
+    if hub:
         hub.check_protocol()
-    if why := describe_protocol_mismatch(source):
-        raise ConfigError(f"--code: {why}")
+    problem = describe_protocol_mismatch(source)
+    if problem:
+        raise ConfigError(f"--code: {problem}")
     return str(keep_code(run, source))
 
 
 def replace_job(run: RunDir, config: Config, slurm: Slurm, group: str) -> str:
-    """Have a group stop where it lives, and its next job take over; that job's id.
+    """Stop a group in its present job, and start it in a new one. Returns the id of the new job.
 
-    The job is submitted held before anything is stopped: if Slurm does not take it, the group goes
-    on as it is.
+    The new job is submitted held before the group is stopped. If Slurm refuses it, the group
+    continues unchanged.
     """
-    found = known_jobs(run, config, slurm).get(current_job(run, group))
-    lives = found is not None and found.state not in (*ENDED, "PENDING")
-    after = found.id if lives and separate_job(run, group) == found.id else ""
-    job = slurm.submit(
-        _script(run, group), "--hold", *([f"--dependency=afterany:{after}"] if after else [])
-    )
+    present = known_jobs(run, config, slurm).get(current_job(run, group))
+    after = ""
+    if present is not None and present.state not in (*ENDED, "PENDING"):
+        after = present.id if separate_job(run, group) == present.id else ""
+    dependency = [f"--dependency=afterany:{after}"] if after else []
+    job = slurm.submit(_write_script(run, group), "--hold", *dependency)
     ledger, attempt = Ledger(run), latest_attempt(run)
-    # Known from now on: should this command be killed, the job is used, or withdrawn, like any
-    # other spare one.
+    # If this command is killed, the job is used or cancelled like any other spare job.
     ledger.add(Submission(job, "spare", group, attempt=attempt))
     try:
-        release(run, config, slurm, group, found)
+        stop_group(run, config, slurm, group, present)
     except BaseException:
         slurm.cancel(job)
         raise
     ledger.add(Submission(job, "group", group, attempt=attempt))
     slurm.release(job)
     if after:
-        # One that stays although its group has left is ended, which of the hub's would be taken for
-        # the user's wish.
+        # If the old job does not end after its group has left, it is cancelled below. Without this
+        # mark, the cancellation of the hub's job would count as a request of the user to stop.
         ledger.mark_retired(after)
-        see_off(slurm, after)
+        await_job_end(slurm, after)
     return job
 
 
-def release(run: RunDir, config: Config, slurm: Slurm, group: str, job: SlurmJob | None) -> None:
-    """Have a group stop where it lives, in ``job``; DeadlineError if that runs and no supervisor
-    answers."""
+def stop_group(run: RunDir, config: Config, slurm: Slurm, group: str, job: SlurmJob | None) -> None:
+    """Stop a group in ``job``. DeadlineError if the job runs and no supervisor answers."""
     if job is None or job.state in ENDED:
-        tell(f"{group}: no job of it is left, so there is nothing to stop")
-    elif not withdrawn(slurm, group, job):
-        requested(run, config, "release", group)
-        tell(f"{group}: stopped in job {job.id}")
+        print_progress(f"{group}: it has no job, so there is nothing to stop")
+    elif not cancel_if_pending(slurm, group, job):
+        request_and_wait(run, config, "release", group)
+        print_progress(f"{group}: stopped in job {job.id}")
 
 
-def withdrawn(slurm: Slurm, group: str, job: SlurmJob) -> bool:
-    """Cancel a job that has not started; whether it had not."""
+def cancel_if_pending(slurm: Slurm, group: str, job: SlurmJob) -> bool:
+    """Cancel a job if it has not started. Returns whether it was cancelled."""
     if job.state != "PENDING":
         return False
     slurm.cancel(job.id)
-    tell(f"{group}: job {job.id} was still queued; withdrawn")
+    print_progress(f"{group}: job {job.id} was still queued; cancelled")
     return True
 
 
-def requested(run: RunDir, config: Config, op: str, *groups: str) -> None:
-    """Ask the supervisors of groups, and wait until all have done it."""
+def request_and_wait(run: RunDir, config: Config, op: str, *groups: str) -> None:
+    """Send a request to the supervisors of ``groups``, and wait until all have served it."""
     seconds = config.liveness.stop_timeout_s + ANSWER_S
     for group in groups:
-        tell(f"{group}: asking its supervisor to {op} it (up to {seconds:.0f} s)")
-    for asked in [requests.send_request(run, op, group) for group in groups]:
-        answer = requests.wait_for_answer(run, asked, seconds)
-        if error := answer.get("error"):
-            raise RelaxError(f"{op} {asked.group}: the supervisor says: {error}")
+        print_progress(f"{group}: asking its supervisor to {op} it (up to {seconds:.0f} s)")
+    for request in [requests.send_request(run, op, group) for group in groups]:
+        error = requests.wait_for_answer(run, request, seconds).get("error")
+        if error:
+            raise RelaxError(f"{op} {request.group}: the supervisor says: {error}")
 
 
-def see_off(slurm: Slurm, *jobs: str) -> None:
-    """Wait until jobs whose groups were released are gone; one that stays although it has no work
-    left is ended."""
-    began, left = time.monotonic(), list(jobs)
+def await_job_end(slurm: Slurm, *jobs: str) -> None:
+    """Wait for the end of jobs whose groups were released, and cancel those that do not end
+    soon."""
+    began, remaining = time.monotonic(), list(jobs)
     while time.monotonic() - began < ANSWER_S:
-        known = slurm.jobs(*left)
-        left = [job for job in left if job in known and known[job].state not in ENDED]
-        if not left:
+        jobs_by_id = slurm.jobs(*remaining)
+        remaining = [
+            job for job in remaining if job in jobs_by_id and jobs_by_id[job].state not in ENDED
+        ]
+        if not remaining:
             return
-        for job in left:
-            if known[job].state == "PENDING" or time.monotonic() - began > GRACE_S:
+        for job in remaining:
+            if jobs_by_id[job].state == "PENDING" or time.monotonic() - began > GRACE_S:
                 slurm.cancel(job)
         time.sleep(LOOK_S)
     raise RelaxError(
-        f"jobs {', '.join(left)} do not end; look at scontrol show job {left[0]}, and scancel them"
+        f"jobs {', '.join(remaining)} do not end; look at scontrol show job {remaining[0]}, and "
+        "scancel them"
     )
 
 
-def announce(name: str, job: str, parsable: bool) -> None:
-    """Name a new job where programs read."""
+def print_job(name: str, job: str, parsable: bool) -> None:
+    """Print the id of a new job to standard output."""
     print(job if parsable else f"{name}: submitted job {job}", flush=True)
 
 
-def tell(text: str) -> None:
-    """Print a line of progress, beside what programs read."""
+def print_progress(text: str) -> None:
+    """Print a line of progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _script(run: RunDir, group: str) -> Path:
-    """The batch script of a group as it is configured now."""
+def _write_script(run: RunDir, group: str) -> Path:
+    """Write the batch script of a group with its present settings; its path."""
     script = run.submit / f"{group}.sbatch"
     run.submit.mkdir(exist_ok=True)
     write_atomic(script, render_group(load_resolved(run.root, group), group).encode())
     return script
 
 
-def _in_place(run: RunDir, config: Config, wish: Wish) -> bool:
-    """Whether the group starts again where it is; ConfigError for what cannot be."""
-    if wish.in_place and (wish.new_job or wish.nodes is not None):
+def _stays_in_place(run: RunDir, config: Config, request: ResubmitRequest) -> bool:
+    """Whether the group restarts on its present nodes. ConfigError if the request is not
+    possible."""
+    needs_new_job = request.new_job or request.nodes is not None
+    if request.in_place and needs_new_job:
         raise ConfigError(
             "--in-place: found with --nodes or --new-job, which need a new job; leave out one of "
             "them"
         )
-    whole = config.layout == "het" and not separate_job(run, wish.group)
-    if (
-        config.layout == "local"
-        or wish.in_place
-        or (whole and not wish.new_job and wish.nodes is None)
-    ):
+    in_component = config.layout == "het" and not separate_job(run, request.group)
+    if config.layout == "local" or request.in_place or (in_component and not needs_new_job):
         return True
-    if whole and wish.group in components(config)[0].groups:
+    if in_component and request.group in components(config)[0].groups:
         raise ConfigError(
-            f"{wish.group}: lives in component 0 of the het job, which is the job itself; leave "
-            "out --nodes and "
-            "--new-job to restart it in place, or stop the run and submit --resume with the new "
-            "size"
+            f"{request.group}: is in component 0 of the het job, which is the job itself; leave "
+            "out --nodes and --new-job to restart it in place, or stop the run and submit "
+            "--resume with the new size"
         )
     return False

@@ -1,4 +1,4 @@
-"""The run directory of a run that begins or goes on: made, or found as it should be."""
+"""Run directories: created for a new run, or checked before a run is resumed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from relax_hpc.tasks.files import check_unchanged
 
 _ANSWER_S = 1.0
 FIXED = ("seed", "prompts_per_step", "samples_per_prompt", "model", "data", "warm_start")
-"""Settings that a run keeps for life: its tickets and its first weights are made of them."""
+"""Settings that a run can never change, because its tickets and its first weights depend on
+them."""
 
 
-def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
-    """Make the run directory of ``config``, or go back to it; ConfigError if it is not as it should
-    be."""
+def prepare_run_dir(config: Config, resume: bool) -> tuple[RunDir, Config]:
+    """Create the run directory of ``config``, or prepare it for a resume. ConfigError if it does
+    not fit."""
     config = resolve(config)
     directory = RunDir(Path(config.run_dir))
-    if findings := check(config):
+    findings = check(config)
+    if findings:
         raise ConfigError(findings[0])
     keep_date(directory, config)
     if directory.config.exists():
@@ -53,8 +55,8 @@ def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
 
 
 def keep_date(directory: RunDir, config: Config) -> None:
-    """Give ``config`` the date that its chat templates read: that of the run in ``directory``, or
-    today's if the run begins now."""
+    """Set the date that chat templates read in ``config``: the date of the run in ``directory``, or
+    the present date if the run is new."""
     data = config.data
     if data.template_date or not (data.chat_template or config.environment.kind == AGENT):
         return
@@ -65,8 +67,8 @@ def keep_date(directory: RunDir, config: Config) -> None:
 
 
 def check_resumable(directory: RunDir, config: Config) -> None:
-    """ConfigError if a fixed setting or a file of prompts changed, or the run is being run; a
-    finished run with more steps is reopened."""
+    """ConfigError if a fixed setting or a file of prompts has changed, or if the run is running. A
+    finished run is reopened if it has more steps now."""
     before = load_resolved(directory.root)
     changed = Mistakes()
     for name in FIXED:
@@ -74,16 +76,22 @@ def check_resumable(directory: RunDir, config: Config) -> None:
             text = f"{key}: found {value}, a run keeps {kept}; start a new run_dir"
             changed.add(f"{directory.config}: {text}")
     changed.raise_if_any()
-    # Sets are numbered through in their order, by which tickets get their rows.
-    if (found := [*config.data.train_sets]) != (kept := [*before.data.train_sets]):
-        text = f"found {', '.join(found)}, a run keeps the order {', '.join(kept)}"
+    # The rows of all sets are numbered in the order of the sets, and tickets use these numbers.
+    sets, stored_sets = [*config.data.train_sets], [*before.data.train_sets]
+    if sets != stored_sets:
+        text = f"found {', '.join(sets)}, a run keeps the order {', '.join(stored_sets)}"
         raise ConfigError(
             f"{directory.config}: data.train_sets: {text}; list the sets in that order"
         )
-    if (found := [*trainers_of(config.groups)]) != (kept := [*trainers_of(before.groups)]):
-        text = f"found {', '.join(found)} for the roles that train, a run keeps {', '.join(kept)}"
+    trainers, stored_trainers = [*trainers_of(config.groups)], [*trainers_of(before.groups)]
+    if trainers != stored_trainers:
+        text = (
+            f"found {', '.join(trainers)} for the roles that train, a run keeps "
+            f"{', '.join(stored_trainers)}"
+        )
         raise ConfigError(
-            f"{directory.config}: groups: {text}, which its checkpoints are of; start a new run_dir"
+            f"{directory.config}: groups: {text}, because its checkpoints contain them; start a "
+            "new run_dir"
         )
     saved = max((step for step, _ in directory.saved()), default=0)
     if config.steps < saved:
@@ -95,23 +103,23 @@ def check_resumable(directory: RunDir, config: Config) -> None:
     if not directory.finished.exists():
         if status(directory, _ANSWER_S)["hub"]:
             raise ConfigError(
-                f"run_dir: {directory.root} is being run now; look with: relax-hpc status RUN"
+                f"run_dir: the run in {directory.root} is running; look with: relax-hpc status RUN"
             )
     elif config.steps > before.steps:
         reopen(directory)
 
 
 def reopen(directory: RunDir) -> None:
-    """A finished run is to go on: no role has come to its good end any more."""
+    """Prepare a finished run for more steps: its roles count as stopped, not as done."""
     for mark in directory.root.glob("logs/*/inc-*/exit-*.json"):
-        # What a power loss has emptied says nothing.
+        # A mark can be empty after a power loss. It then reads as an empty map.
         if read_map(mark).get("status") == "done":
             write_json(
                 mark,
                 {
                     "status": "stopped",
                     "code": EXIT_DONE,
-                    "reason": "the run goes on with more steps",
+                    "reason": "the run continues with more steps",
                 },
             )
     directory.finished.unlink()

@@ -1,4 +1,4 @@
-"""`relax-hpc sandbox VERB`: a private Slurm."""
+"""`relax-hpc sandbox VERB`: a private Slurm cluster."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from functools import partial
 from typing import Any
 
 from relax_hpc.cluster.sandbox.command import VERBS, add_arguments, usage
-from relax_hpc.commands.command import Command, Verbs
+from relax_hpc.commands.command import Command, CommandGroup
 
 
-def _handle(verb: str, given: dict[str, Any]) -> int:
+def _handle(verb: str, arguments: dict[str, Any]) -> int:
     from relax_hpc.cluster.sandbox.command import main
 
-    return main(verb, given.pop("words", ()), **given)
+    return main(verb, arguments.pop("words", ()), **arguments)
 
 
-SANDBOX = Verbs(
-    "A private, real Slurm of several nodes on this machine, without root.",
+SANDBOX = CommandGroup(
+    "Run a private Slurm cluster with several nodes on this machine, without root.",
     {
         verb: Command(
             f"{about[0].upper()}{about[1:]}.",
             usage(verb),
             partial(add_arguments, verb),
             partial(_handle, verb),
-            # munged refuses a socket that not everybody can reach.
+            # munged requires a socket that all users can reach.
             for_others=True,
         )
         for verb, about in VERBS.items()

@@ -1,5 +1,5 @@
-"""Snapshot of a run's code and settings at its submission, so that whatever is submitted again runs
-the same code."""
+"""Snapshot of the code and the environment of a run at its submission, so that all its later jobs
+run the same code."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from relax_hpc.base.errors import RelaxError
 from relax_hpc.base.rundir import RunDir, write_atomic, write_json
 
 _GIT_S = 10.0
-_BESIDE = ("slurm", "examples")
-"""Folders of a checkout, beside the package, that a wheel has inside of the package."""
+_CHECKOUT_FOLDERS = ("slurm", "examples")
+"""Folders next to the package in a checkout. A wheel has them inside the package."""
 
 
 def take_snapshot(run: RunDir) -> None:
-    """Copy the package to <run>/code and describe the environment in <run>/submit; what is there
-    already stays."""
+    """Copy the package to <run>/code, and describe the environment in <run>/submit. Existing files
+    are not replaced."""
     run.submit.mkdir(exist_ok=True)
     if not run.code.exists():
         copy_code(Path(relax_hpc.__file__).resolve().parents[1], run.code)
     if not (run.submit / "environment.txt").exists():
-        packages = sorted(f"{found.name}=={found.version}" for found in metadata.distributions())
+        packages = sorted(
+            f"{package.name}=={package.version}" for package in metadata.distributions()
+        )
         write_atomic(run.submit / "environment.txt", ("\n".join(packages) + "\n").encode())
         write_json(run.submit / "made_with.json", _made_with())
 
 
 def keep_code(run: RunDir, source: Path) -> Path:
-    """Copy the package below ``source`` into the run, for groups that are upgraded to it; the
+    """Copy the package in ``source`` into the run, for groups that are upgraded to it. Returns the
     folder of the copy."""
     numbers = (
         int(path.suffix[1:]) for path in run.root.glob("code.*") if path.suffix[1:].isdecimal()
@@ -47,16 +49,16 @@ def keep_code(run: RunDir, source: Path) -> Path:
 
 
 def copy_code(source: Path, target: Path) -> None:
-    """Copy the package relax_hpc out of ``source``; of a checkout also the templates and examples
-    beside it. OSError or RelaxError, with nothing left behind: a file cannot be copied."""
+    """Copy the package relax_hpc from ``source``, and from a checkout also its templates and
+    examples. If a file cannot be copied, raise OSError or RelaxError and remove the copy."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         _copy_trees(source, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    # Once, here, and not in every process of every rank, at each of their starts where none may
-    # write beside the code.
+    # Compile once here. Otherwise each process compiles at its start, and at every start if it may
+    # not write next to the code.
     for name in ("relax_hpc", "examples"):
         if (temporary / name).is_dir():
             compileall.compile_dir(
@@ -81,15 +83,15 @@ def _copy_trees(source: Path, target: Path) -> None:
         shutil.copytree(
             source / "relax_hpc", target / "relax_hpc", ignore=ignored, copy_function=copy_file
         )
-        # Beside an installed package, a folder of such a name belongs to another project.
+        # Next to an installed package, a folder with such a name belongs to another project.
         is_wheel = (source / "relax_hpc" / "templates").is_dir()
-        for name in _BESIDE:
+        for name in _CHECKOUT_FOLDERS:
             if (source / name).is_dir() and not is_wheel:
                 shutil.copytree(
                     source / name, target / name, ignore=ignored, copy_function=copy_file
                 )
     except shutil.Error as error:
-        # It lists every file, as texts without errno.
+        # shutil.Error lists all files with texts, but without errno.
         _, path, reason = error.args[0][0]
         raise (
             failures[0] if failures else RelaxError(f"{path}: cannot be copied: {reason}")
@@ -108,11 +110,11 @@ def _made_with() -> dict[str, str]:
     }
 
 
-def _git(root: Path, *words: str) -> str:
-    """Output of git on the code; empty where it is no checkout."""
+def _git(root: Path, *arguments: str) -> str:
+    """Output of git in the folder of the code; empty if it is no checkout."""
     try:
         answer = subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=_GIT_S
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_GIT_S
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

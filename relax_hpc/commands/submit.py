@@ -1,4 +1,4 @@
-"""`relax-hpc submit`: make the run directory, render what Slurm is handed, and hand it over."""
+"""`relax-hpc submit`: create the run directory, write the batch scripts, and submit them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from relax_hpc.cluster.slurm.render import render, render_group
 from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.slurm.successors import Successors
 from relax_hpc.cluster.supervise.attempts import latest_attempt, new_attempt
-from relax_hpc.commands.run_setup import establish
+from relax_hpc.commands.run_setup import prepare_run_dir
 from relax_hpc.commands.snapshot import take_snapshot
 from relax_hpc.config import Config
 from relax_hpc.ops.doctor.doctor import diagnose
 
 
 def submit(config: Config, resume: bool, dry_run: bool, form: str = "") -> int:
-    """Submit a run, or with ``dry_run`` only write what would be; ``form``: "json" or "parsable"
-    for programs."""
-    # What cannot be had leaves no run directory behind.
+    """Submit a run, or with ``dry_run`` only write its files. ``form``: "json" or "parsable" for
+    output that programs read."""
+    # A layout that is not possible must fail before the run directory is created.
     render(config)
     if not dry_run:
-        _refuse_mistakes(config)
-    run, config = establish(config, resume)
+        _check_site(config)
+    run, config = prepare_run_dir(config, resume)
     if run.finished.exists():
-        print(f"{run.root}: the run is finished already; to go on, resume with more --steps")
+        print(f"{run.root}: the run is finished already; to continue it, resume with more --steps")
         return EXIT_DONE
     take_snapshot(run)
     for name, text in render(config).items():
@@ -40,27 +40,29 @@ def submit(config: Config, resume: bool, dry_run: bool, form: str = "") -> int:
     if not dry_run:
         new_attempt(run)
         entries = _submit_all(run, config, Slurm())
-    _tell(run, config, entries, form)
+    _print_summary(run, config, entries, form)
     return EXIT_DONE
 
 
-def _refuse_mistakes(config: Config) -> None:
-    """Print what `relax-hpc doctor` finds on stderr; ConfigError if any of it is an error."""
-    found = [finding for finding in diagnose(config, Slurm()) if finding.severity != "ok"]
-    errors = [finding.text for finding in found if finding.severity == "error"]
-    for text in [
-        f"warning: {finding.text}" for finding in found if finding.severity == "warning"
-    ] + errors[1:]:
+def _check_site(config: Config) -> None:
+    """Print the findings of `relax-hpc doctor` to standard error. ConfigError if one is an
+    error."""
+    findings = diagnose(config, Slurm())
+    errors = [finding.text for finding in findings if finding.severity == "error"]
+    warnings = [f"warning: {item.text}" for item in findings if item.severity == "warning"]
+    # The first error is in the ConfigError.
+    for text in warnings + errors[1:]:
         print(f"relax-hpc: {text}", file=sys.stderr)
     if errors:
         raise ConfigError(errors[0])
 
 
 def _submit_all(run: RunDir, config: Config, slurm: Slurm) -> list[Submission]:
-    """Everything or nothing: if one submission fails, those before it are withdrawn."""
+    """Submit all jobs. If one submission fails, cancel the jobs before it."""
     ledger, entries = Ledger(run), []
+    submit_jobs = _submit_separate_jobs if config.layout == "jobs" else _submit_run_job
     try:
-        for entry in (_jobs if config.layout == "jobs" else _whole)(run, config, slurm):
+        for entry in submit_jobs(run, config, slurm):
             ledger.add(entry)
             entries.append(entry)
     except RelaxError:
@@ -71,8 +73,9 @@ def _submit_all(run: RunDir, config: Config, slurm: Slurm) -> list[Submission]:
     return entries
 
 
-def _jobs(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Submission]:
-    """Jobs to submit: the hub, then the others, which would only wait for it."""
+def _submit_separate_jobs(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Submission]:
+    """Submit a separate job for each group. Jobs of other groups start after the job of the hub,
+    because they would only wait for it."""
     attempt = latest_attempt(run)
     hub = slurm.submit(run.submit / "hub.sbatch")
     yield Submission(hub, "group", "hub", attempt=attempt)
@@ -83,9 +86,9 @@ def _jobs(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Submission]:
     yield from _successors(run, config, slurm, hub)
 
 
-def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Submission]:
-    """The job of all groups; where nodes may not call sbatch, with its successors and the groups'
-    spares."""
+def _submit_run_job(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Submission]:
+    """Submit the job of all groups. If nodes may not call sbatch, also submit its successors and
+    the spare jobs of the groups."""
     attempt, script = latest_attempt(run), run.submit / "run.sbatch"
     job = slurm.submit(script)
     yield Submission(job, "run", attempt=attempt)
@@ -100,8 +103,7 @@ def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Submission]:
 
 
 def _successors(run: RunDir, config: Config, slurm: Slurm, job: str) -> Iterator[Submission]:
-    """Submit all jobs that may follow ``job``, each after the one before, where nodes may not call
-    sbatch."""
+    """Submit all successors of ``job``, each after the one before, if nodes may not call sbatch."""
     if config.site.sbatch_on_nodes:
         return
     followers = Successors(run, config, slurm, latest_attempt(run))
@@ -111,34 +113,34 @@ def _successors(run: RunDir, config: Config, slurm: Slurm, job: str) -> Iterator
         yield entry
 
 
-def successors(config: Config) -> int:
-    """Jobs that may follow the run's own if it is not finished at the time limit."""
+def max_successors(config: Config) -> int:
+    """Number of jobs that may follow the job of the run if it is not finished at the time limit."""
     return config.slurm.successors if config.layout == "het" else 0
 
 
 def cost_line(config: Config) -> str:
-    """Line about the hours that a run asks for until the first time limit, and about what may
-    follow."""
-    gpus, nodes, more = gpu_hours(config), node_hours(config), successors(config)
+    """Line about the hours that a run requests until the first time limit, and about later jobs."""
+    gpus, nodes, followers = gpu_hours(config), node_hours(config), max_successors(config)
     line = f"asks for {gpus:.1f} GPU-hours ({nodes:.1f} node-hours) at most"
     if config.layout == "jobs":
         return (
             f"{line} until the first time limit; the jobs are then requeued until the run is "
             "finished"
         )
-    if not more:
+    if not followers:
         return line
-    total = f"{gpus * (more + 1):.1f} GPU-hours ({nodes * (more + 1):.1f} node-hours)"
+    jobs = followers + 1
+    total = f"{gpus * jobs:.1f} GPU-hours ({nodes * jobs:.1f} node-hours)"
     return (
-        f"{line} in one job; up to {more} jobs follow until the run is finished "
+        f"{line} in one job; up to {followers} jobs follow until the run is finished "
         f"(slurm.successors): {total} at most"
     )
 
 
-def _tell(run: RunDir, config: Config, entries: list[Submission], form: str) -> None:
+def _print_summary(run: RunDir, config: Config, entries: list[Submission], form: str) -> None:
     hours = {"gpu_hours": round(gpu_hours(config), 1), "node_hours": round(node_hours(config), 1)}
     if form == "json":
-        counts = {"successors": successors(config)}
+        counts = {"successors": max_successors(config)}
         print(
             json.dumps(
                 {
@@ -153,9 +155,9 @@ def _tell(run: RunDir, config: Config, entries: list[Submission], form: str) -> 
     if form == "parsable":
         print("\n".join(entry.job for entry in entries))
         return
-    for part in components(config):
-        gpus = f"{part.gpus_per_node} GPUs" if part.gpus_per_node else "CPU"
-        print(f"{' + '.join(part.groups):<20} {part.nodes:>4} nodes  {gpus:<7} {part.time}")
+    for job in components(config):
+        gpus = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else "CPU"
+        print(f"{' + '.join(job.groups):<20} {job.nodes:>4} nodes  {gpus:<7} {job.time}")
     print(cost_line(config))
     for entry in entries:
         print(f"submitted job {entry.job} ({entry.group or entry.kind})")

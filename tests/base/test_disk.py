@@ -364,7 +364,9 @@ def test_a_run_that_waits_too_long_saves_what_it_can_and_ends_with_75(tmp_path: 
     stopped: list[bool] = []
     watch = DiskWatch(make_run(tmp_path / "run"), 0.2, lambda _: None)
     liveness = SimpleNamespace(disk=[told], answered_at=time.monotonic())
-    supervisor = SimpleNamespace(disk=watch, liveness=liveness, stop=lambda: stopped.append(True))
+    supervisor = SimpleNamespace(
+        disk=watch, hub_liveness=liveness, stop=lambda: stopped.append(True)
+    )
     with pytest.raises(
         RelaxError, match=r"/r/queue/1.h5: Disk quota .* allowed liveness.longest_wait_s=0.2"
     ) as ended:

@@ -121,7 +121,7 @@ def test_a_het_group_leaves_its_component(tmp_path: Path, slurm: FakeSlurm, caps
     assert supervisors.seen == [("release", "rollout")]
     assert not any("dependency" in option for option in words(slurm, "sbatch")[0])
     assert main(["resubmit", str(run.root), "--group", "hub", "--nodes", "3"]) == EXIT_CONFIG
-    assert "lives in component 0" in capsys.readouterr().err
+    assert "is in component 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_commands_need_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
         )
     requests.request_stop(run)
     assert resubmitted(run) == EXIT_CONFIG
-    assert f"go on with: relax-hpc run --run_dir {run.root} --resume" in capsys.readouterr().err
+    assert f"resume with: relax-hpc run --run_dir {run.root} --resume" in capsys.readouterr().err
     write_json(run.finished, {})
     assert resubmitted(run) == EXIT_CONFIG and "is finished" in capsys.readouterr().err
     assert (
@@ -200,7 +200,7 @@ def test_scale_of_processes_and_mistakes(tmp_path: Path, capsys: Any) -> None:
         (["--group", "actor", "--replicas", "2"], "--group: found 'actor', allowed: rollout"),
         (["--replicas", "0"], "--replicas: found 0, allowed: at least 1"),
         ([], "--replicas: found nothing"),
-        (["--replicas", "2", "--time", "5"], "--time, --time-min: of Slurm jobs"),
+        (["--replicas", "2", "--time", "5"], "--time, --time-min: options of Slurm jobs"),
     ):
         assert (
             main(["scale", str(run.root), *argv]) == EXIT_CONFIG
@@ -254,7 +254,10 @@ def test_a_run_is_asked_to_stop_while_slurm_is_away(
 
 def test_stop_of_what_does_not_run(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "local")
-    assert main(["stop", str(run.root)]) == 0 and "nothing of it runs" in capsys.readouterr().err
+    assert (
+        main(["stop", str(run.root)]) == 0
+        and "has no process on this machine" in capsys.readouterr().err
+    )
     assert not run.stop.exists()
     write_json(run.finished, {})
     assert main(["stop", str(run.root)]) == 0 and "finished already" in capsys.readouterr().err

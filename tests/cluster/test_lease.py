@@ -25,7 +25,7 @@ from relax_hpc.cluster.supervise import lease as module
 from relax_hpc.cluster.supervise.lease import Lease, read_outcome, write_outcome
 from relax_hpc.cluster.supervise.supervisor import Outcome
 from relax_hpc.commands import head
-from relax_hpc.commands.head import Head, _sign
+from relax_hpc.commands.head import Head, _claim_node
 from relax_hpc.config.schema import Config, LivenessConfig
 from relax_hpc.net.rendezvous.roster import claim_incarnation, latest_incarnation
 from relax_hpc.training.weights.node_cache import Staging, staging_root
@@ -287,17 +287,17 @@ def test_a_head_is_seen_by_those_that_come_to_its_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run")
-    first = _sign(run, "", "7-0")
-    assert first and _sign(run, "", "7-0") is None and _sign(run, "hub", "7-0")
-    assert _sign(run, "", "7-1") and _sign(run, "", "8-0"), (
+    first = _claim_node(run, "", "7-0")
+    assert first and _claim_node(run, "", "7-0") is None and _claim_node(run, "hub", "7-0")
+    assert _claim_node(run, "", "7-1") and _claim_node(run, "", "8-0"), (
         "another life, or another job of the run"
     )
-    assert _sign(make_run(tmp_path / "other"), "", "7-0"), "another run"
+    assert _claim_node(make_run(tmp_path / "other"), "", "7-0"), "another run"
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SLURMD_NODENAME", "another")
-        assert _sign(run, "", "7-0")
+        assert _claim_node(run, "", "7-0")
     first.close()
-    assert _sign(run, "", "7-0")
+    assert _claim_node(run, "", "7-0")
 
 
 SQUATTER = """
@@ -320,7 +320,7 @@ def test_a_sign_that_another_user_has_taken_is_none(how: str, tmp_path: Path) ->
     if how == "listens" and os.getuid():
         pytest.skip("being another user takes root")
     run = make_run(tmp_path / "run")
-    sign = _sign(run, "", "7-0")
+    sign = _claim_node(run, "", "7-0")
     assert sign
     name = sign.getsockname()[1:]
     sign.close()
@@ -330,7 +330,7 @@ def test_a_sign_that_another_user_has_taken_is_none(how: str, tmp_path: Path) ->
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as squatter:
         assert squatter.stdout and squatter.stdout.readline() == "taken\n"
-        assert _sign(run, "", "7-0") is not None
+        assert _claim_node(run, "", "7-0") is not None
         squatter.kill()
 
 
@@ -362,7 +362,7 @@ def test_who_waits_for_the_hub_does_so_as_long_as_others_wait(
     config = Config(layout="jobs")
     config.liveness.longest_wait_s = longest_wait_s
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    wait: Any = Head(run, config, "actor")._has_hub
+    wait: Any = Head(run, config, "actor")._await_hub
     monkeypatch.setattr(head, "time", world)
     ends = (
         pytest.raises(DeadlineError, match=r"liveness\.longest_wait_s=7200")
@@ -376,7 +376,7 @@ def test_who_waits_for_the_hub_does_so_as_long_as_others_wait(
             SimpleNamespace(check_ending=lambda _: False),
         )
     assert world.now == waited_h * 3600.0 and world.said == [
-        "waits for the hub, which has not begun yet"
+        "waits for the hub, which has not started yet"
     ]
 
 
@@ -404,7 +404,7 @@ def test_a_version_that_is_staged_while_groups_are_ended_is_removed_too(
     monkeypatch.setattr(head, "Supervisor", lambda *_: Stops())
     monkeypatch.setattr(head, "prepare", lambda *_: True)
     ours: Any = Head(run, Config(layout="jobs"), group)
-    monkeypatch.setattr(ours, "_has_hub", lambda *_: True)
+    monkeypatch.setattr(ours, "_await_hub", lambda *_: True)
     job = SimpleNamespace(
         launcher=lambda: SimpleNamespace(is_ending=None), begin=lambda _: None, on_interrupt=None
     )

@@ -342,7 +342,9 @@ def test_resubmit_passes_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     assert main([*argv, "--rollout.temperature", "0.5", "--groups.rollout.env.A", "1"]) == 0
     overrides = {"rollout": {"temperature": 0.5}, "groups.rollout.env.A": "1"}
-    assert seen == [("a", resubmit.Wish("rollout", ["c.yaml"], overrides, nodes=4, parsable=True))]
+    assert seen == [
+        ("a", resubmit.ResubmitRequest("rollout", ["c.yaml"], overrides, nodes=4, parsable=True))
+    ]
 
 
 def test_a_resume_takes_over_what_was_changed_for_whole_groups(

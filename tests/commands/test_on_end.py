@@ -15,7 +15,7 @@ from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.supervise.requests import request_stop
 from relax_hpc.commands import head, on_end
 from relax_hpc.commands.head import Head
-from relax_hpc.commands.on_end import INTERRUPTED, report_end, reporting_end
+from relax_hpc.commands.on_end import INTERRUPTED, report_end, report_local_end
 from relax_hpc.config import Config
 
 WRITE = "import sys; open(sys.argv[1], 'w').write('|'.join(sys.argv[2:]))"
@@ -60,10 +60,10 @@ def test_a_local_run_that_an_error_ends_has_failed(
     run_dir: Path, tmp_path: Path, config: Config
 ) -> None:
     run = RunDir(run_dir)
-    with pytest.raises(ConfigError), reporting_end(run, config):
+    with pytest.raises(ConfigError), report_local_end(run, config):
         raise ConfigError("model.path: found '/nowhere'")
     assert (tmp_path / "report").read_text() == f"failed|{run.root}|model.path: found '/nowhere'"
-    with reporting_end(run, config):
+    with report_local_end(run, config):
         pass
     assert (tmp_path / "report").read_text().startswith("stopped|")
 
@@ -94,7 +94,7 @@ def test_a_run_on_slurm_ends_with_an_error_that_no_other_job_can_avoid(
         head, "GroupJob", lambda *_: SimpleNamespace(attempt=1, end=lambda code: None)
     )
     config.layout = "jobs"
-    lease: Any = SimpleNamespace(give_up=lambda: None)
+    lease: Any = SimpleNamespace(release=lambda: None)
     (run_dir / "rendezvous" / f"supervisor-{group}").mkdir(parents=True, exist_ok=True)
     assert Head(RunDir(run_dir), config, group).lead(lease) == error.exit_code
     report = tmp_path / "report"
@@ -113,7 +113,7 @@ def test_a_run_whose_job_was_cancelled_is_reported_by_the_successor(
         return True
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(head, "heed_user", heed)
+    monkeypatch.setattr(head, "stop_if_user_cancelled", heed)
     monkeypatch.setattr(head, "GroupJob", lambda *_: SimpleNamespace(end=lambda code: None))
     config.layout = "jobs"
     lease: Any = SimpleNamespace()

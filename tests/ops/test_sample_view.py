@@ -183,9 +183,9 @@ def test_samples_are_chosen(made: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "no kept episode matches" in capsys.readouterr().err
     for words, text in (
         (["--eval", "held"], "--eval: found 'held', allowed: heldout"),
-        (["--best", "--worst"], "--worst: found beside --best"),
+        (["--best", "--worst"], "--worst: found together with --best"),
         (["--limit", "-1"], "--limit: found -1"),
-        (["--json", "--html", "x"], "--html: found beside --json"),
+        (["--json", "--html", "x"], "--html: found together with --json"),
         (
             ["--html", f"{made}/no/such.html"],
             "No such file or directory; name a file in a folder of yours",

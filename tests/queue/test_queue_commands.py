@@ -115,7 +115,7 @@ def of(records: list[dict[str, Any]], op: str, **about: Any) -> dict[str, Any]:
 def test_a_run_that_was_ended_early(run, capsys):
     assert call("audit", run.root) == EXIT_DONE
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "accepted            16  rows; each acceptance of one that was dropped before counts",
+        "accepted            16  rows; a row that was dropped and accepted again counts each time",
         "trained             12  once, by steps that were not rolled back",
         "dropped              0",
         "in flight            4  to be consumed by: actor 4, actor_fwd 4, advantages 4, "
@@ -452,8 +452,8 @@ def test_rows_that_were_generated_again_are_the_later_ones(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--step", "0"], "no rows of step 0; kept are steps 1-3 (queue.keep_steps"),
-        (["--steps", "3-999999999"], "no rows of step 4; kept are steps 1-3"),
+        (["--step", "0"], "no rows of step 0; steps 1-3 are kept (queue.keep_steps"),
+        (["--steps", "3-999999999"], "no rows of step 4; steps 1-3 are kept"),
         (["--steps", "3-1"], "command line: --steps: found '3-1', allowed: A-B"),
         (["--steps", "1"], "command line: --steps: found '1', allowed: A-B"),
         ([], "command line: give one of --step N and --steps A-B"),

@@ -106,7 +106,7 @@ def test_hung_roles_are_replaced_and_a_live_run_is_seen(
         again = cli("run", "--run_dir", str(run.run.root), "--resume")
         assert (
             again.returncode == 78
-            and "is being run now" in again.stderr
+            and "is running; look with" in again.stderr
             and again.stderr.count("\n") == 1
         )
         hang(run)

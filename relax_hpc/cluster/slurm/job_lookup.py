@@ -146,7 +146,7 @@ def load_unfinished_run(root: RunDir) -> Config:
     request = read_stop_request(root)
     if request:
         raise ConfigError(
-            f"{root.root}: the run has stopped ({request['reason']}); continue with: "
+            f"{root.root}: the run has stopped ({request['reason']}); resume with: "
             f"{resume_command(root)}"
         )
     check_may_change(root.root)
