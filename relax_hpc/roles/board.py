@@ -39,7 +39,7 @@ _SUMMED = (
 )
 """Prefixes of tags whose values are summed."""
 _MAX_TEXTS = 4
-"""Most texts of a step in TensorBoard."""
+"""Maximum number of texts of a step in TensorBoard."""
 _NOT_LEARNING = ("name", "run_dir", "groups", "site", "slurm")
 """Sections of a configuration that do not affect learning."""
 _COMPARED = (

@@ -38,7 +38,7 @@ T = TypeVar("T")
 FIELDS = tuple(name for name in GENERATED if name != "rollout_logprobs")
 """Fields of its rows. No policy sampled them, so they have no log-probabilities."""
 _MAX_TICKETS = 256
-"""Most tickets in one request."""
+"""Maximum number of tickets in one request."""
 _LONG_S = 30 * 86400.0
 _FOR_NEWS = [(*NEWS, math.inf)]
 

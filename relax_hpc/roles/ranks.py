@@ -32,8 +32,8 @@ from relax_hpc.training.models.towers.media import RowMedia
 
 _LOOK_S = 0.5
 _LATER_S = 60.0
-"""Most seconds by which a wait for the leader's message may be longer than the leader's wait for
-the queue."""
+"""Maximum number of seconds by which a wait for the leader's message may be longer than the
+leader's wait for the queue."""
 
 
 class Ranks:

@@ -28,28 +28,28 @@ class EnvironmentConfig:
     template of its chats, `model` or a Jinja file; `pid_namespace`, whether each program runs in
     its own PID namespace."""
     max_turns: int = bounded(8, 1)
-    """Most turns of the policy in an episode. Beyond them the episode ends with the reason
-    `max_turns`."""
+    """Maximum number of turns of the policy in an episode. Beyond them the episode ends with the
+    reason `max_turns`."""
     turn_tokens: int = bounded(0, 0)
-    """Most tokens of a turn. A longer turn is cut, and its episode ends with the reason
-    `turn_budget`. With 0 there is no separate limit."""
+    """Maximum number of tokens of a turn. A longer turn is cut, and its episode ends with the
+    reason `turn_budget`. With 0 there is no separate limit."""
     sampled_tokens: int = bounded(0, 0)
-    """Most tokens that are sampled in an episode, over all turns. Beyond them the episode ends with
-    the reason `sampled_budget`. With 0 there is no separate limit."""
+    """Maximum number of tokens that are sampled in an episode, over all turns. Beyond them the
+    episode ends with the reason `sampled_budget`. With 0 there is no separate limit."""
     episode_tokens: int = bounded(0, 0)
-    """Most tokens of all contexts of an episode together, with observations and without prompts.
-    Beyond them the episode ends with the reason `episode_budget`. With 0 there is no separate
-    limit."""
+    """Maximum number of tokens of all contexts of an episode together, with observations and
+    without prompts. Beyond them the episode ends with the reason `episode_budget`. With 0 there is
+    no separate limit."""
     max_observation_tokens: int = bounded(4096, 1)
-    """Most tokens of the texts of an observation. A longer observation is cut, with a note for the
-    policy, and counted."""
+    """Maximum number of tokens of the texts of an observation. A longer observation is cut, with a
+    note for the policy, and counted."""
     max_faults: int = bounded(2, 0)
     """Number of times that an episode is played again after its environment failed. Then its prompt
     group fails, with the reason of the last failure."""
     processes: int = bounded(1, 1)
-    """Most environment processes of each process of rollout."""
+    """Maximum number of environment processes of each process of rollout."""
     per_process: int = bounded(64, 1)
-    """Most environments in one environment process at a time."""
+    """Maximum number of environments in one environment process at a time."""
     step_timeout_s: float = bounded(60.0, 0.1)
     """Seconds for one call of an environment: reset, step or close. If a call takes longer, its
     episode ends, and its process gets no further episodes. If the whole process hangs, the other

@@ -89,13 +89,14 @@ class RolloutConfig:
     """Number of processes of the role on each node. They share its replicas. One process handles at
     most some thousand samples per second, however fast its engines are."""
     groups_per_request: int = bounded(8, 1)
-    """Most prompt groups that are sent to an engine in one HTTP request. Only groups that are ready
-    at the same time are combined."""
+    """Maximum number of prompt groups that are sent to an engine in one HTTP request. Only groups
+    that are ready at the same time are combined."""
     requests_in_flight: int = bounded(2, 1)
     """Number of requests that an engine processes at the same time: up to this number times
     `groups_per_request` prompt groups, each independent of the others."""
     max_new_tokens: int = bounded(256, 1)
-    """Most tokens of a row after its prompt. In episodes of several turns, observations count."""
+    """Maximum number of tokens of a row after its prompt. In episodes of several turns,
+    observations count."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a response. The text that was found is part of the response."""
     temperature: float = bounded(1.0, 0.0)
@@ -119,10 +120,10 @@ class RolloutConfig:
     """Seconds for the rewards of a prompt group. Beyond them the group fails with the reason
     `reward_timeout`, and the process that computed them is replaced."""
     reward_workers: int = bounded(2, 0)
-    """Most processes in which each process of the role computes your own rewards; evaluation uses
-    as many others. Fast built-in rewards need no such process; slow built-in rewards have at least
-    one. With 0 your own rewards are computed in threads of the role itself, which no timeout can
-    stop."""
+    """Maximum number of processes in which each process of the role computes your own rewards;
+    evaluation uses as many others. Fast built-in rewards need no such process; slow built-in
+    rewards have at least one. With 0 your own rewards are computed in threads of the role itself,
+    which no timeout can stop."""
     max_failed_share: float = bounded(0.5, 0.0, 1.0)
     """Stop with exit 93 if a larger share of the last 64 prompt groups failed, or if all of them
     failed. A failed group is counted by its reason, and another prompt replaces it under its

@@ -42,23 +42,25 @@ class MultimodalConfig:
     processor, otherwise the run is refused. 0 means that rate. Relax: 16000, the rate of
     Qwen3-Omni."""
     mm_processor_pool_size: int = bounded(1, 1)
-    """Most processes in which each process of rollout decodes files during generation."""
+    """Maximum number of processes in which each process of rollout decodes files during
+    generation."""
     ahead_mb: int = bounded(512, 0)
     """Megabytes of media of the next prompts that each process of rollout decodes in advance, while
     no request waits for other media. It is unknown which of several processes will use a prompt, so
     each process decodes it. With 0 nothing is decoded in advance."""
     max_file_mb: int = bounded(2048, 1)
-    """Most megabytes of a file. A file beyond this limit, or beyond one of the next four, is
-    refused when its header is read."""
+    """Maximum size of a file in megabytes. A file beyond this limit, or beyond one of the next
+    four, is refused when its header is read."""
     max_pixels: int = bounded(1 << 26, 1)
-    """Most pixels of an image or a frame."""
+    """Maximum number of pixels of an image or a frame."""
     max_frames: int = bounded(1 << 17, 1)
-    """Most frames of a video, used or not."""
+    """Maximum number of frames of a video, used or not."""
     max_seconds: float = bounded(3600.0, 0.1)
-    """Most seconds of a video or a sound."""
+    """Maximum duration of a video or a sound in seconds."""
     max_sample_rate: int = bounded(768_000, 1000)
-    """Most samples per second of a sound file. It is then resampled to the model's rate."""
+    """Maximum number of samples per second of a sound file. It is then resampled to the model's
+    rate."""
     file_timeout_s: float = bounded(60.0, 0.1)
     """Seconds for a file. Beyond them the process is replaced, and the file counts as bad."""
     memory_mb: int = bounded(4096, 64)
-    """Most megabytes of memory of a decoding process."""
+    """Maximum memory of a decoding process in megabytes."""

@@ -159,14 +159,15 @@ class DataConfig:
     """Date that a chat template reads (`strftime_now`), as YYYY-MM-DD. If it is empty, it is the
     day on which the run first started, also after a resume."""
     max_prompt_tokens: int = bounded(1024, 1)
-    """Most tokens of a prompt. Longer prompts are quarantined, counted and skipped, or
+    """Maximum number of tokens of a prompt. Longer prompts are quarantined, counted and skipped, or
     truncated."""
     truncate: Literal["", "left"] = ""
     """Treatment of prompts that are too long. `left`: only the last tokens are kept. If it is
     empty, such prompts are skipped."""
     max_row_tokens: int = bounded(4096, 1)
-    """Most tokens of a training sequence from a file (`algorithm.name` sft or dpo), prompt and
-    response together. Rows with longer sequences are quarantined, counted and skipped."""
+    """Maximum number of tokens of a training sequence from a file (`algorithm.name` sft or dpo),
+    prompt and response together. Rows with longer sequences are quarantined, counted and
+    skipped."""
     max_bad_share: float = bounded(0.05, 0.0, 1.0)
     """Stop at the start if a larger share of the lines is broken, empty or too long."""
 

@@ -42,25 +42,26 @@ class QueueConfig:
     wait_timeout_s: float = bounded(600.0, 1.0)
     """Timeout of every wait for rows, tickets or versions. When it expires, the group ends with
     exit
-    75. Only time counts in which all groups run and none is working; see
-    liveness.longest_wait_s."""
+    75. The timeout runs only while all groups run and none of them is working, see
+    `liveness.longest_wait_s`."""
     keep_steps: int = bounded(2, 0)
-    """Number of steps before the last checkpoint whose shards are kept. Older shards are
+    """Number of steps before the last checkpoint for which shards are kept. Older shards are
     deleted."""
     max_bytes: int = bounded(64 << 30, 1)
-    """Most bytes of rows that wait for training. At this limit only rows that the next step needs
-    are generated."""
+    """Maximum size in bytes of rows that wait for training. At this limit only rows that the next
+    step needs are generated."""
     max_rows: int = bounded(1_000_000, 1)
-    """Most rows that are being generated or wait for training, limited in the same way."""
+    """Maximum number of rows that are being generated or wait for training, limited in the same
+    way."""
     planes: PlanesConfig = field(default_factory=PlanesConfig)
     memory_bytes: int = bounded(4 << 30, 0)
     """Bytes of memory of each process for rows that other processes may still read. Further rows
     are only on disk."""
     max_medium_bytes: int = bounded(256 << 20, 1)
-    """Most bytes of one image, video or sound of a prompt. A prompt with a larger one fails with
-    the reason `media_too_large`."""
+    """Maximum size in bytes of one image, video or sound of a prompt. A prompt with a larger one
+    fails with the reason `media_too_large`."""
     max_group_media_bytes: int = bounded(1 << 30, 1)
-    """Most bytes of all media of a prompt group."""
+    """Maximum size in bytes of all media of a prompt group."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,26 +70,26 @@ class WeightsConfig:
     otherwise by files."""
 
     publish_every: int = bounded(1, 1)
-    """Every how many versions one is published, at most `max_staleness` + 1. The last version is
-    always published. If rows come from files, no process reads versions: the first and the last
-    one, and those of `keep_every`, are published."""
+    """Number of versions from one published version to the next, at most `max_staleness` + 1. The
+    last version is always published. If rows come from files, no process reads versions: the first
+    and the last one, and those of `keep_every`, are published."""
     publish_lag: int = bounded(64, 0)
     """Largest number of versions that an engine may be behind the newest version and still get new
     prompts. This delays prompts; `max_staleness` alone limits how stale samples are."""
     file_every: int = bounded(1, 0)
-    """Every how many versions one is written to disk, during training, as a Hugging Face directory
-    in `weights/`, without a sync. If a newer one is due before the write begins, the older one is
-    skipped. Other versions exist only in the actor's memory and are lost with it. With 0 only the
-    last version is written. The last version is always written and synced. If rows come from files,
-    the default is 0."""
+    """Versions whose number is a multiple of this setting are written to disk, during training, as
+    Hugging Face directories in `weights/`, without a sync. If a newer one is due before the write
+    begins, the older one is skipped. Other versions exist only in the actor's memory and are lost
+    with it. With 0 only the last version is written. The last version is always written and
+    synced. If rows come from files, the default is 0."""
     keep_every: int = bounded(0, 0)
-    """Every how many versions one is always written, synced, and never deleted. With 0 there are
-    none."""
+    """Versions whose number is a multiple of this setting are always written, synced, and never
+    deleted. With 0 there are no such versions."""
     anchor_every: int = bounded(0, 0)
-    """Every how many versions one is an anchor. Versions after an anchor are also published as
-    differences to it, so that readers on other nodes that have the anchor read less. It is useful
-    if little changes in a step, as in bfloat16 with small learning rates. It costs every rank and
-    every node one more copy of the weights in memory. With 0 there are no anchors."""
+    """Number of versions from one anchor to the next. Versions after an anchor are also published
+    as differences to it, so that readers on other nodes that have the anchor read less. It is
+    useful if little changes in a step, as in bfloat16 with small learning rates. It costs every
+    rank and every node one more copy of the weights in memory. With 0 there are no anchors."""
     slabs: int = bounded(0, 0)
     """Number of versions that the actor keeps in memory; each rank keeps its part. With 0 it is
     `max_staleness` + 2, so that no version is overwritten while an engine needs it. With fewer, at
@@ -116,8 +117,8 @@ class CheckpointConfig:
     keep_last: int = bounded(2, 1)
     """Number of newest checkpoints that are kept."""
     keep_every: int = bounded(0, 0)
-    """Every how many steps a checkpoint is never deleted. With 0 only the newest checkpoints are
-    kept."""
+    """Checkpoints of steps that are a multiple of this setting are never deleted. With 0 only the
+    newest checkpoints are kept."""
     timeout_s: float = bounded(3600.0, 1.0)
     """Seconds for writing a checkpoint, during training. A slower write ends the actor."""
     max_failures: int = bounded(4, 1)
@@ -131,8 +132,8 @@ class EvalConfig:
     """Evaluation by the rollout engines. For sft and dpo the actor scores held-out rows."""
 
     every: int = bounded(20, 0)
-    """Every how many versions there is an evaluation, in addition to version 0 and the last
-    version. With 0 there is no evaluation."""
+    """Number of versions from one evaluation to the next. Version 0 and the last version are always
+    evaluated. With 0 there is no evaluation."""
     samples: int = bounded(200, 1)
     """Number of prompts, or rows, of each set."""
     reward: str = ""
@@ -152,7 +153,7 @@ class EvalConfig:
     min_p: float = bounded(0.0, 0.0, 1.0)
     """As rollout.min_p, for evaluation."""
     max_new_tokens: int = bounded(0, 0)
-    """Most tokens of a response. With 0 it is rollout.max_new_tokens."""
+    """Maximum number of tokens of a response. With 0 it is rollout.max_new_tokens."""
     pass_at: list[int] = field(default_factory=list)
     """Values k for which eval/<set>/pass@k is reported: the probability that at least one of k
     responses is right. The estimate from all `responses` is unbiased (M. Chen et al., arXiv
@@ -176,13 +177,14 @@ class SamplesConfig:
     evaluations: bool = True
     """Whether all episodes of evaluations are kept, too."""
     max_bytes: int = bounded(1 << 30, 0)
-    """Most bytes of a run's samples, compressed. Steps share them evenly, so that the last steps
-    have some, too. Evaluations may use the remaining bytes."""
+    """Maximum size in bytes of a run's samples, compressed. Steps share them evenly, so that the
+    last steps have some, too. Evaluations may use the remaining bytes."""
     max_text_chars: int = bounded(32_768, 16)
-    """Most characters of a prompt or a response. The middle of a longer text is left out. The turns
-    of a response share the characters."""
+    """Maximum number of characters of a prompt or a response. The middle of a longer text is left
+    out. The turns of a response share the characters."""
     tensorboard_every: int = bounded(10, 0)
-    """Every how many steps TensorBoard's Text tab shows a few episodes. With 0 it shows none."""
+    """Number of steps after which TensorBoard's Text tab shows a few episodes again. With 0 it
+    shows none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -223,10 +225,10 @@ class LivenessConfig:
     """Number of restarts of one group without new samples, steps or checkpoints after which the run
     stops with exit 93."""
     longest_wait_s: float = bounded(0.0, 0.0)
-    """Seconds that a run waits for conditions that are no failure: a group that is pending, loads
-    or is being replaced, or free space on a full disk. Then it saves its state if possible and ends
-    with 75. With 0 it waits until its job ends, or 24 h without a job. A job that reaches its time
-    limit is continued by the next one (`het`: the successor; `jobs`: the same job, requeued), which
-    waits again. A value below the time limit of a job limits the total wait."""
+    """Seconds that a run waits while nothing has failed: a group is pending, loads or is being
+    replaced, or a disk is full. Then the run saves its state if possible and ends with 75. With 0
+    it waits until its job ends, or 24 h without a job. A job that reaches its time limit is
+    continued by the next one (`het`: the successor; `jobs`: the same job, requeued), which waits
+    again. A value below the time limit of a job limits the total wait."""
     stop_timeout_s: float = bounded(15.0, 0.1)
     """Seconds between asking a process to end and killing it."""

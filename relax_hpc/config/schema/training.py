@@ -110,11 +110,11 @@ class TrainerConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = bounded(8192, 1)
-    """Most tokens of a rank in one forward and backward pass. Rows are packed one after the other
-    without padding. A longer row has its own micro-batch."""
+    """Maximum number of tokens of a rank in one forward and backward pass. Rows are packed one
+    after the other without padding. A longer row has its own micro-batch."""
     max_media_tokens_per_micro_batch: int = bounded(0, 0)
-    """Most media tokens among these tokens, so that the towers of a rank do not encode more media
-    in one pass. A row with more media tokens has its own micro-batch. With 0 there is no
+    """Maximum number of media tokens among these tokens, so that the towers of a rank do not encode
+    more media in one pass. A row with more media tokens has its own micro-batch. With 0 there is no
     separate limit."""
     balance_window: int = bounded(4, 1)
     """Number of micro-batches per data-parallel rank in a window. A window consists of prompt
@@ -122,7 +122,7 @@ class TrainerConfig:
     count their tokens twice) and packed into few micro-batches of equal size. A larger window is
     balanced better and has fewer micro-batches; a smaller window is trained earlier."""
     kernels: Kernels = "plain"
-    """Implementation of the layers; that of the actor also applies to the forward roles. `plain`:
+    """Implementation of the layers. The actor's setting also applies to the forward roles. `plain`:
     torch, on every device. `fused`: Triton kernels, on GPUs, for norms, rotary embedding, gated
     activation, log-probabilities and Adam. `te`: Transformer Engine, which is refused unless its
     layer is as close to float32 as a plain layer."""
@@ -141,12 +141,12 @@ class TrainerConfig:
 
     @property
     def pack_tokens(self) -> int:
-        """Most tokens of a micro-batch, over all context ranks that share it."""
+        """Maximum number of tokens of a micro-batch, over all context ranks that share it."""
         return self.max_tokens_per_micro_batch * self.parallel.context
 
     @property
     def pack_media_tokens(self) -> int:
-        """Most media tokens of a micro-batch, over all context ranks; 0: no limit."""
+        """Maximum number of media tokens of a micro-batch, over all context ranks; 0: no limit."""
         return self.max_media_tokens_per_micro_batch * self.parallel.context
 
 
@@ -171,16 +171,17 @@ class ForwardConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     max_tokens_per_micro_batch: int = bounded(8192, 1)
-    """Most tokens of a forward pass, as `actor.max_tokens_per_micro_batch`."""
+    """Maximum number of tokens of a forward pass, as `actor.max_tokens_per_micro_batch`."""
     max_media_tokens_per_micro_batch: int = bounded(0, 0)
-    """Most media tokens of a forward pass, as `actor.max_media_tokens_per_micro_batch`."""
+    """Maximum number of media tokens of a forward pass, as
+    `actor.max_media_tokens_per_micro_batch`."""
 
     @property
     def pack_tokens(self) -> int:
-        """Most tokens of a micro-batch, over all context ranks that share it."""
+        """Maximum number of tokens of a micro-batch, over all context ranks that share it."""
         return self.max_tokens_per_micro_batch * self.parallel.context
 
     @property
     def pack_media_tokens(self) -> int:
-        """Most media tokens of a micro-batch, over all context ranks; 0: no limit."""
+        """Maximum number of media tokens of a micro-batch, over all context ranks; 0: no limit."""
         return self.max_media_tokens_per_micro_batch * self.parallel.context
