@@ -1,8 +1,8 @@
 """Tasks: a data source, an episode, a reward.
 
-`data: {task: ...}` names a class as `package.module:Class`. An empty name stands for `Task` itself:
-prompts of files that the configuration names, one turn, and a built-in reward. Nothing here imports
-torch.
+`data: {task: ...}` names a class as `package.module:Class`. An empty name means `Task` itself:
+prompts from the files of the configuration, one turn, and a built-in reward. This package does not
+import torch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _CALLED_WITH = {
     "demonstrations": ("data", "tokenizer", "noise", "seed"),
     "episode": ("request", "ask"),
 }
-"""Methods of a task -> the arguments that they get."""
-_NEAR = 0.85
-"""Similarity of two names of which one is probably the other, misspelled: `rewards`, but not
-`reward_of`."""
+"""Methods of a task, and their arguments."""
+_SIMILAR = 0.85
+"""Similarity of a name and its misspelling: it accepts `rewards` for `reward`, but not `reward_of`.
+"""
 __all__ = [
     "Ask",
     "Task",
@@ -46,60 +46,64 @@ __all__ = [
 
 
 def get_task(name: str) -> Task:
-    """The task that is imported from ``name``, `package.module:Class`. ConfigError: there is
-    none."""
+    """Create the task that ``name`` imports, as `package.module:Class`; empty: the default task.
+
+    ConfigError: there is no such class, or it cannot be created.
+    """
     if not name:
         return Task()
-    found = load_plugin("task", name, {})
-    if not (isinstance(found, type) and issubclass(found, Task)):
+    task_class: Any = load_plugin("task", name, {})
+    if not (isinstance(task_class, type) and issubclass(task_class, Task)):
         raise ConfigError(f"task: {name!r}: found no class derived from relax_hpc.tasks.Task")
     try:
-        return found()
+        return task_class()
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(
-            f"task: {name!r}: cannot be made: {describe_with_location(error)}; it gets no arguments"
+            f"task: {name!r}: cannot be created: {describe_with_location(error)}; it gets no "
+            "arguments"
         ) from error
 
 
 def misfits(task: Task) -> Iterator[str]:
-    """Mistakes in a class of one's own, one line each, which begins with what it is of."""
+    """Mistakes in the class of a task, one line each, which begins with the name of a member."""
     if not callable(task.reward):
         yield f"reward: found {task.reward!r}, allowed: a method"
     elif task.makes("reward"):
         yield from function_misfits(task.reward, "reward", "reward")
-    for method, names in _CALLED_WITH.items():
-        text = task.makes(method) and describe_mismatch(getattr(task, method), *names)
-        if text:
-            yield f"{method} {text}"
-    if not (
-        isinstance(task.evaluations, tuple | list) and all(map(_names_a_set, task.evaluations))
-    ):
+    for method, parameters in _CALLED_WITH.items():
+        if task.makes(method):
+            mismatch = describe_mismatch(getattr(task, method), *parameters)
+            if mismatch:
+                yield f"{method} {mismatch}"
+    evaluations = task.evaluations
+    if not isinstance(evaluations, tuple | list) or not all(map(_is_set_name, evaluations)):
         yield (
-            f"evaluations: found {task.evaluations!r}, allowed: a tuple of names, of letters, "
+            f"evaluations: found {evaluations!r}, allowed: a tuple of names, of letters, "
             "digits, _ and -, not train; of one name (name,)"
         )
-    own = [name for name in sorted({*dir(task)}.difference(dir(Task))) if not name.startswith("_")]
-    for part in ("rows", "evaluations", "demonstrations", "episode", "reward"):
-        if not task.makes(part) and (
-            near := difflib.get_close_matches(part, own, n=1, cutoff=_NEAR)
-        ):
-            yield (
-                f"{near[0]}: found it, and no {part!r}, which it is spelled nearly like; rename "
-                "it to that, or away"
-            )
+    yield from _misspelled_members(task)
 
 
-def _names_a_set(name: object) -> bool:
-    return (
-        isinstance(name, str)
-        and name != "train"
-        and bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name))
-    )
+def _misspelled_members(task: Task) -> Iterator[str]:
+    """A line for each member whose name is similar to one of `Task` that the class lacks."""
+    added = sorted({*dir(task)}.difference(dir(Task)))
+    public = [name for name in added if not name.startswith("_")]
+    for member in ("rows", "evaluations", "demonstrations", "episode", "reward"):
+        if not task.makes(member):
+            for name in difflib.get_close_matches(member, public, n=1, cutoff=_SIMILAR):
+                yield f"{name}: found it, and no {member!r}, which has a similar name; rename it"
+
+
+def _is_set_name(name: object) -> bool:
+    """Whether ``name`` is allowed for an evaluation set."""
+    if not isinstance(name, str) or name == "train":
+        return False
+    return bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name))
 
 
 def train_reward(config: Config) -> str:
-    """Name of the reward that is learned from, see `relax_hpc.rewards.get_reward`."""
-    return config.rollout.reward or _own_reward(config.data.task)
+    """Name of the reward for training, see `relax_hpc.rewards.get_reward`."""
+    return config.rollout.reward or _task_reward(config.data.task)
 
 
 def eval_reward(config: Config) -> str:
@@ -108,23 +112,25 @@ def eval_reward(config: Config) -> str:
 
 
 def tools_of(config: Config) -> Sequence[Mapping[str, Any]]:
-    """Signatures of the tools that a chat template shows. ConfigError: the environment that has
-    them cannot be had."""
+    """Signatures of the environment's tools, for a chat template; empty without one.
+
+    ConfigError: the environment cannot be created.
+    """
     kind = environment_of(config)
-    return (
-        tried(kind, config.environment.options).signatures
-        if kind and config.data.chat_template
-        else ()
-    )
+    if not kind or not config.data.chat_template:
+        return ()
+    return tried(kind, config.environment.options).signatures
 
 
 def environment_of(config: Config) -> str:
-    """Name of the environment that episodes are played against, see `relax_hpc.environments`;
-    empty: there is none."""
+    """Name of the environment of episodes, see `relax_hpc.environments`; empty without one."""
     return config.environment.kind or get_task(config.data.task).environment
 
 
-def _own_reward(task: str) -> str:
-    """Name by which any process finds a task's own reward."""
+def _task_reward(task: str) -> str:
+    """Name under which any process finds the reward of a task."""
     reward = get_task(task).reward
-    return next((name for name, known in REWARDS.items() if known is reward), f"{task}.reward")
+    for name, built_in in REWARDS.items():
+        if built_in is reward:
+            return name
+    return f"{task}.reward"

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     Ask = Callable[[GenerateRequest], Awaitable[Generation]]
 else:
     Ask = Callable
-"""Has the engine draw one response. BadAnswer: what it gave is none."""
+"""Lets the engine generate one response. BadAnswer: the engine's answer is invalid."""
 
 
 class Task:
-    """A data source, an episode, a reward; each has a default. Objects are made without arguments,
-    one or more in each process that has use for one, and keep nothing from one call to the next.
+    """A data source, an episode, a reward; each has a default.
+
+    A process creates one or more objects of the class without arguments. They must not keep state
+    between calls.
 
     >>> class Echo(Task):
     ...     def rows(self, split, data):
@@ -31,53 +33,55 @@ class Task:
     """
 
     evaluations: ClassVar[tuple[str, ...]] = ()
-    """Evaluation sets that `rows` has rows of."""
+    """Evaluation sets for which `rows` returns rows."""
 
     environment: ClassVar[str] = ""
-    """Environment that episodes are played against where the configuration names none, as
-    `environment.kind` has it; empty: none."""
+    """Environment of episodes if the configuration has no `environment.kind`; empty: none."""
 
     reward: Reward = staticmethod(answer_partial)
-    """Reward of a sample or, if its parameter is called `samples`, of a prompt group; see
-    `relax_hpc.rewards`. Where the configuration names another, that one counts."""
+    """Reward of a sample or, if its parameter is called `samples`, of a prompt group.
+
+    See `relax_hpc.rewards`. A reward in the configuration replaces it.
+    """
 
     def rows(self, split: str, data: DataConfig) -> Iterable[Mapping[str, Any]]:
-        """Rows of `train`, or of one of ``evaluations``: {"id", "prompt" (or "messages",
-        "token_ids"), "answer", ...}, with columns of media as files have them.
+        """Rows of the split `train`, or of one of ``evaluations``.
 
-        They are written to the run directory when a run is prepared, once, and read there. It is
-        not asked for what the configuration names files of (`data.train`, `data.eval`).
+        A row has {"id", "prompt" (or "messages", "token_ids"), "answer", ...} and columns of media,
+        as in files. A run calls this once, when it is prepared, and writes the rows to the run
+        directory. It is not called for sets that have a file in the configuration (`data.train`,
+        `data.eval`).
         """
         raise NotImplementedError
 
     def demonstrations(
         self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int
     ) -> Iterator[dict]:
-        """Right answers to learn from before (`warm_start`), any number, as rows of sft:
-        {"token_ids" (whole), "prompt_len"}, or chats in "messages", of whose turns those of the
-        assistant are learned; and columns of media, each with one place among the tokens, or in the
-        messages.
+        """Examples for a warm start (`warm_start`), any number of them.
 
-        A share ``noise`` of them should be wrong.
+        They are rows of sft: {"token_ids" (prompt and response), "prompt_len"}, or chats in
+        "messages", of which the assistant's turns are trained. Columns of media have one place
+        each among the tokens or in the messages. A share ``noise`` of the examples should be wrong.
         """
         raise NotImplementedError
 
     async def episode(self, request: GenerateRequest, ask: Ask) -> Generation | Episode:
-        """One attempt at a prompt, as ``request`` has it: here one turn.
+        """One attempt at the prompt of ``request``; the default is one turn.
 
-        What ``ask`` returns is a response; one that goes on from it is asked for by a request with
-        a longer prompt. Of several turns with what others say between them one `Generation` is
-        made, whose tokens of version 0 nobody sampled; where no sequence holds all of it, as after
-        a history was compacted, an `Episode` of several rows.
+        ``ask`` generates one response; a request with a longer prompt continues it. Return one
+        `Generation` for all turns: tokens that were not sampled, such as observations, have version
+        0. If no single sequence holds all turns, for example because the history was compacted,
+        return an `Episode` of several rows.
         """
         return await ask(request)
 
-    def makes(self, what: str) -> bool:
-        """Whether the class of the task, or a base class of it below `Task`, defines ``what``:
-        `rows`, `demonstrations`, `episode`, `reward`.
+    def makes(self, name: str) -> bool:
+        """Whether the task's class, or a base class of it below `Task`, defines ``name``.
+
+        Names are `rows`, `demonstrations`, `episode` and `reward`.
 
         >>> Task().makes("rows")
         False
         """
         mro = type(self).__mro__
-        return any(what in vars(base) for base in mro[: mro.index(Task)])
+        return any(name in vars(base) for base in mro[: mro.index(Task)])

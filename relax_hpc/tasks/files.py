@@ -1,4 +1,4 @@
-"""Files of a run's prompts: those that its configuration names, or those that its task has made."""
+"""Files of a run's prompts, named in its configuration or written by its task."""
 
 from __future__ import annotations
 
@@ -22,51 +22,52 @@ from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.tasks import Task, get_task, tools_of
 
 PAUSES_S = (1.0, 5.0, 20.0)
-"""Seconds before rows are asked for again, whose network or filesystem did not answer."""
-_WRONG = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""Errors of files and networks that are there the next time too."""
+"""Seconds before each retry, if the network or filesystem of rows did not answer."""
+_PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Errors of files that a retry does not cure."""
 
 
-class _Away(Exception):
-    """Failure of the network or filesystem of rows to answer."""
+class _Unavailable(Exception):
+    """The network or filesystem of rows did not answer."""
 
 
 def train_files(run: RunDir, config: Config) -> dict[str, Path]:
-    """File of each training set, or folder, see `RowFiles`. A run with one set calls it `train`."""
+    """File or folder of each training set, see `RowFiles`. A single set is called `train`."""
     if config.data.train_sets:
         return {name: Path(path) for name, path in config.data.train_sets.items()}
     return {"train": Path(config.data.train) if config.data.train else run.data / "train.jsonl"}
 
 
 def eval_files(run: RunDir, config: Config) -> dict[str, Path]:
-    """File, or folder, of each evaluation set."""
+    """File or folder of each evaluation set."""
     if config.data.eval:
         return {name: Path(path) for name, path in config.data.eval.items()}
     return {name: run.data / f"{name}.jsonl" for name in get_task(config.data.task).evaluations}
 
 
 def open_train(run: RunDir, config: Config, tokenizer: Tokenizer) -> PromptFile | PromptSets:
-    """Prompts to train on. ConfigError: see `open_prompts`."""
-    files = train_files(run, config)
+    """Prompts for training. ConfigError: see `open_prompts`."""
     sets = {
-        name: _opened(config, tokenizer, path, _train_index(run, name), name, split="train")
-        for name, path in files.items()
+        name: _open_set(config, tokenizer, path, _train_index(run, name), name, split="train")
+        for name, path in train_files(run, config).items()
     }
     return PromptSets(sets) if config.data.train_sets else sets["train"]
 
 
 def open_evals(run: RunDir, config: Config, tokenizer: Tokenizer) -> dict[str, PromptFile]:
     """The prompts of each evaluation set. ConfigError: see `open_prompts`."""
-    files = eval_files(run, config)
     return {
-        name: _opened(config, tokenizer, path, _eval_index(run, name), name)
-        for name, path in files.items()
+        name: _open_set(config, tokenizer, path, _eval_index(run, name), name)
+        for name, path in eval_files(run, config).items()
     }
 
 
 def check_unchanged(run: RunDir, config: Config) -> None:
-    """ConfigError: a file of prompts, or a rule that makes prompts of its rows, has changed since
-    the run began. Roles check this too, once they have GPUs."""
+    """Check that prompts are the same as at the start of the run.
+
+    ConfigError: a file, or a setting that determines prompts, has changed. Roles check this too,
+    but only after they have got GPUs.
+    """
     sets = [
         (path, _eval_index(run, name), name, "") for name, path in eval_files(run, config).items()
     ]
@@ -83,10 +84,10 @@ def check_unchanged(run: RunDir, config: Config) -> None:
         check_same(files, index, tokenizer, _rules(config, tokenizer, files, name))
 
 
-def _opened(
-    config: Config, tokenizer: Tokenizer, named: Path, index: Path, set_name: str, split: str = ""
+def _open_set(
+    config: Config, tokenizer: Tokenizer, path: Path, index: Path, set_name: str, split: str = ""
 ) -> PromptFile:
-    files = RowFiles.from_path(named, split)
+    files = RowFiles.from_path(path, split)
     rules = _rules(config, tokenizer, files, set_name)
     return open_prompts(files, index, tokenizer, rules, config.data.max_bad_share)
 
@@ -104,62 +105,73 @@ def _eval_index(run: RunDir, name: str) -> Path:
 
 
 def make_files(run: RunDir, config: Config, tokenizer: Tokenizer) -> None:
-    """Write what the task makes: rows of the sets that no file is named for, and demonstrations for
-    a warm start.
+    """Write the rows and demonstrations of the task.
 
-    Each file appears whole or not at all. ConfigError: a row is none, or the task raises.
+    Rows are written for sets without a file in the configuration, demonstrations for a warm start.
+    Each file appears complete or not at all. ConfigError: a row is invalid, or the task raises.
     """
     task, data, warm = get_task(config.data.task), config.data, config.warm_start
-    splits = [
-        *([] if data.train or data.train_sets else ["train"]),
-        *([] if data.eval else task.evaluations),
-    ]
-    for split in splits if task.makes("rows") else ():
-        _write(run.data / f"{split}.jsonl", task, partial(task.rows, split, data))
+    splits = list[str]()
+    if not data.train and not data.train_sets:
+        splits.append("train")
+    if not data.eval:
+        splits += task.evaluations
+    if task.makes("rows"):
+        for split in splits:
+            _write(run.data / f"{split}.jsonl", task, partial(task.rows, split, data))
     if warm.steps:
-        made = partial(task.demonstrations, data, tokenizer, warm.noise, config.seed)
-        _write(run.data / "warm_start.jsonl", task, made, warm.steps * warm.batch_size)
+        demonstrations = partial(task.demonstrations, data, tokenizer, warm.noise, config.seed)
+        count = warm.steps * warm.batch_size
+        _write(run.data / "warm_start.jsonl", task, demonstrations, count)
 
 
 def _write(
-    path: Path, task: Task, made: Callable[[], Iterable[Mapping[str, Any]]], most: int | None = None
+    path: Path,
+    task: Task,
+    make_rows: Callable[[], Iterable[Mapping[str, Any]]],
+    limit: int | None = None,
 ) -> None:
-    """The rows that ``made`` gives, not more than ``most``. ConfigError: it does not, and never
-    will. RelaxError: what it reads from is not there now, asked a few times."""
+    """Write up to ``limit`` rows of ``make_rows`` to ``path``.
+
+    ConfigError: an error that a retry does not cure. RelaxError: network or filesystem still do
+    not answer after several retries.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".partial")
-    for pause in (*PAUSES_S, None):
+    label = f"{type(task).__name__}: row"
+    for pause_s in (*PAUSES_S, None):
         try:
             with unfinished.open("w") as file:
-                file.writelines(
-                    islice(_lines(made, f"{type(task).__name__}: row", path.stem), most)
-                )
-        except _Away as away:
-            if pause is None:
-                raise RelaxError(f"{away}; a run that is started again asks for it again") from away
-            print(f"{away}; again in {pause:.0f} s", flush=True)
-            time.sleep(pause)
+                file.writelines(islice(_lines(make_rows, label, path.stem), limit))
+        except _Unavailable as failure:
+            if pause_s is None:
+                raise RelaxError(f"{failure}; start the run again to try it again") from failure
+            print(f"{failure}; next attempt in {pause_s:.0f} s", flush=True)
+            time.sleep(pause_s)
         else:
             break
     unfinished.replace(path)
 
 
-def _lines(made: Callable[[], Iterable[Mapping[str, Any]]], who: str, split: str) -> Iterator[str]:
+def _lines(
+    make_rows: Callable[[], Iterable[Mapping[str, Any]]], label: str, split: str
+) -> Iterator[str]:
+    """Lines of a jsonl file; errors name the row."""
     number = 1
     try:
-        for row in made():
+        for row in make_rows():
             yield json.dumps(row) + "\n"
             number += 1
-    except _WRONG as error:
+    except _PERMANENT as error:
         raise ConfigError(
-            f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}"
+            f"data.task: {label} {number} of {split}: {type(error).__name__}: {error}"
         ) from error
     except (OSError, EOFError) as error:
-        raise _Away(
-            f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}"
+        raise _Unavailable(
+            f"data.task: {label} {number} of {split}: {type(error).__name__}: {error}"
         ) from error
     except Exception as error:  # a user's method may raise anything
         raise ConfigError(
-            f"data.task: {who} {number} of {split}: {describe_with_location(error)}; "
+            f"data.task: {label} {number} of {split}: {describe_with_location(error)}; "
             "rows are mappings of texts, numbers and lists"
         ) from error

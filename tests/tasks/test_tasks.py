@@ -140,7 +140,7 @@ def test_tasks_are_found_by_name_or_import_path() -> None:
         get_task("pathlib:Path")
     with pytest.raises(
         ConfigError,
-        match=r"task: 'tests\.tasks\.test_tasks:Needs': cannot be made: TypeError: .*'path'",
+        match=r"task: 'tests\.tasks\.test_tasks:Needs': cannot be created: TypeError: .*'path'",
     ):
         get_task("tests.tasks.test_tasks:Needs")
 
@@ -300,7 +300,7 @@ def test_an_episode_has_a_deadline_for_what_it_does_itself() -> None:
         ),
         (
             {"data.task": "tests.tasks.test_tasks:Needs"},
-            "data.task: 'tests.tasks.test_tasks:Needs': cannot be made: TypeError",
+            "data.task: 'tests.tasks.test_tasks:Needs': cannot be created: TypeError",
         ),
         (
             {"data.task": "tests.tasks.test_tasks:Misspelled"},
