@@ -77,7 +77,7 @@ RECORD_KINDS: Mapping[str, type] = {
 
 @contextlib.contextmanager
 def recorded(record: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block, give these properties, see `record_of`, to a class that is not imported."""
+    """Give these properties, see `record_of`, to a class that is not imported within the block."""
     token = _RECORDED.set(record)
     try:
         yield

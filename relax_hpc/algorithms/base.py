@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VARIANCE_EPS = 1e-8
 """Added to a variance before the division by its square root."""
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
-"""How the loss is averaged, see `Algorithm.reduction`."""
+"""Kind of mean that the loss is, see `Algorithm.reduction`."""
 Row = Mapping[str, Any]
 Prompt = Sequence[Sequence[Row]]
 """Rows of one prompt: its episodes, each with one row or several."""
@@ -62,7 +62,7 @@ class CorrectionConfig:
     """Weight of a token. `truncate`: the ratio, at most `high`. `mask`: the ratio if it is within
     [`low`, `high`], otherwise 0. `off`: 1."""
     level: Literal["token", "sequence"] = "token"
-    """Which ratio is used: the ratio of each token, or the product of the ratios of its row."""
+    """Kind of ratio: the ratio of each token, or the product of the ratios of its row."""
     low: float = bounded(0.5, 0.0, 1.0)
     """Smallest ratio that `mask` keeps. `truncate` has no lower bound."""
     high: float = bounded(2.0, 1.0)
@@ -140,7 +140,7 @@ class Algorithm:
     mini_batches: int = bounded(1, 1)
     """Number of optimizer steps in each pass. It divides prompts_per_step."""
     reduction: Reduction = "token_mean"
-    """How the loss of an optimizer step is averaged. `token_mean`: over tokens. `sequence_mean`:
+    """Mean over an optimizer step that the loss is. `token_mean`: over tokens. `sequence_mean`:
     over episodes, of the mean of each episode. `constant`: over episodes, of the sum of each
     episode divided by `constant_tokens`, as in Dr. GRPO."""
     constant_tokens: int = bounded(0, 0)

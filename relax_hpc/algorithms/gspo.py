@@ -36,7 +36,7 @@ class Gspo(Grpo):
     clip_high: float = bounded(4e-4, 0.0)
     """The upper clip bound of a row's ratio is 1 + clip_high."""
     reduction: Reduction = "sequence_mean"
-    """How the loss of an optimizer step is averaged, with the same options as in all algorithms.
+    """Mean over an optimizer step that the loss is, with the same options as in all algorithms.
     The paper takes the mean over sequences."""
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:

@@ -84,7 +84,7 @@ def _run_at_low_priority(work: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _kill_first() -> Iterator[None]:
-    """If memory runs out, let the kernel kill this process rather than a process that works."""
+    """Let the kernel kill this process before any process that works, if memory runs out."""
     before = ""
     with contextlib.suppress(OSError):
         before = _OOM_SCORE.read_text()

@@ -54,7 +54,7 @@ class Config:
     """The run directory, on a filesystem that every node can read. If it is empty, it is
     runs/<name>."""
     layout: Literal["local", "het", "jobs"] = "local"
-    """How the run's groups are started. `local`: process trees on this machine. `het`: one
+    """Jobs or processes of the run's groups. `local`: process trees on this machine. `het`: one
     heterogeneous Slurm job. `jobs`: one Slurm job per group."""
     seed: int = bounded(0, 0)
     """Seed of all random choices of the run."""

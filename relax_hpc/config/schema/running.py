@@ -147,11 +147,11 @@ class EvalConfig:
     temperature: float = bounded(0.0, 0.0)
     """Sampling temperature. With 0 the most likely token is taken."""
     top_p: float = bounded(1.0, 0.0, 1.0)
-    """As rollout.top_p, for evaluation."""
+    """Top-p of evaluation, as rollout.top_p."""
     top_k: int = bounded(0, 0)
-    """As rollout.top_k, for evaluation."""
+    """Top-k of evaluation, as rollout.top_k."""
     min_p: float = bounded(0.0, 0.0, 1.0)
-    """As rollout.min_p, for evaluation."""
+    """Min-p of evaluation, as rollout.min_p."""
     max_new_tokens: int = bounded(0, 0)
     """Maximum number of tokens of a response. With 0 it is rollout.max_new_tokens."""
     pass_at: list[int] = field(default_factory=list)

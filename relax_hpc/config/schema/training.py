@@ -68,7 +68,7 @@ class OptimizerConfig:
     final_lr_share: float = bounded(1.0, 0.0, 1.0)
     """Learning rate of the last step as a share of `lr`."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the learning rate falls after the warm-up, from `lr` to its final share: linearly, by
+    """Course of the learning rate after the warm-up, from `lr` to its final share: linearly, by
     half a cosine (slow at both ends), or not at all."""
     warmup_steps: int = bounded(0, 0)
     """Number of first steps in which the learning rate rises to `lr`."""
