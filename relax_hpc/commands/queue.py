@@ -200,7 +200,7 @@ def _export(run: RunDir, arguments: dict[str, Any]) -> int:
             f"queue export: no rows of step {missing}; {present} (queue.keep_steps says how long "
             "they stay)"
         )
-    kept.spell, textless = _speller(run)
+    kept.decode_tokens, textless = _speller(run)
     count = export(kept, wanted, arguments.get("format", "jsonl"), output)
     print(f"{output}: {count} rows of step {_ranges(list(wanted))}")
     if textless:

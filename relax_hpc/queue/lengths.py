@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeGuard
 
 
 def pack_lengths(lengths: Sequence[int]) -> bytes:
@@ -33,6 +34,6 @@ def _layout(rows: int, size: int) -> struct.Struct:
     return struct.Struct(f"<{rows}{'H' if size == 2 * rows else 'I'}")
 
 
-def is_packed(data: object, rows: int) -> bool:
+def is_packed(data: object, rows: int) -> TypeGuard[bytes]:
     """Whether ``data`` can be the encoded lengths of ``rows`` rows."""
     return type(data) is bytes and len(data) in (2 * rows, 4 * rows)

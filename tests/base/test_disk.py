@@ -447,16 +447,16 @@ def test_a_journal_whose_folder_cannot_be_read_ends_no_controller(
 ) -> None:
     """It cannot see whether it has a successor, so that it tells nobody of anything until it
     can."""
-    run, out, real = make_run(tmp_path / "run"), [True], Journal.superseded
+    run, out, real = make_run(tmp_path / "run"), [True], Journal.find_successor
 
-    def superseded(journal: Journal) -> int:
+    def find_successor(journal: Journal) -> int:
         if out:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(journal)
 
     with in_thread(run, small()), Roles(run, small()) as roles:
         version = roles.start()
-        monkeypatch.setattr(Journal, "superseded", superseded)
+        monkeypatch.setattr(Journal, "find_successor", find_successor)
         late = roles["rollout"].connection.submit("note", what="w", name="n", reason="r")
         wait_for(lambda: roles["actor"].beat.disk_wait)
         assert not late.done()

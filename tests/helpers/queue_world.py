@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from relax_hpc.base.versions import Version
-from relax_hpc.queue.controller.gathering import covered_steps, journal_files, planned
+from relax_hpc.queue.controller.gathering import covered_steps, journal_files, plan_files
 from relax_hpc.queue.controller.messages import Refused, Request
 from relax_hpc.queue.controller.service import QueueService
 from relax_hpc.queue.controller.state.queue_state import QueueState
@@ -253,7 +253,7 @@ class World:
     def gather(self) -> None:
         """What the hub does beside all work with rows that stay."""
         steps = covered_steps(self.service.state)
-        work = planned(self.service.state, steps, 1, next(self.names))
+        work = plan_files(self.service.state, steps, 1, next(self.names))
         for one in work:
             rows = self.shards[one.name] = {}
             for ticket, parts in one.parts.items():

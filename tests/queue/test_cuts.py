@@ -134,7 +134,7 @@ class TrainersWorld(World):
         progress = self.service.state.progress
         for point in progress.checkpoints:
             names = [part["name"] for part in point["parts"].values()]
-            if point["step"] in progress.whole:
+            if point["step"] in progress.complete_steps:
                 assert len({self.saved[name] for name in names}) == 1, point
                 assert {len(self.saved[name]) for name in names} == {point["step"]}
 
@@ -299,7 +299,7 @@ class CutsMachine(WorldMachine):
     def kill_a_trainer_when_all_are_beyond_the_last_cut(self, who, noticed):
         progress, roles = self.world.service.state.progress, ["actor", *self.world.others]
         for _ in range(12):
-            if progress.trained_steps > max(progress.whole, default=0):
+            if progress.trained_steps > max(progress.complete_steps, default=0):
                 break
             for role in (*GROUPS, *self.world.others):
                 self.world.act(role)

@@ -66,7 +66,7 @@ def test_a_long_log_is_cut_while_it_grows(tmp_path):
 def test_a_disk_that_is_full_for_a_moment_costs_a_cut_and_no_line(tmp_path, monkeypatch):
     for module, name, value in (
         (eventlog, "_CHUNK_BYTES", 16),
-        (eventlog, "_AGAIN_S", 0.0),
+        (eventlog, "_RETRY_S", 0.0),
         (disk_waits, "_KEPT_BYTES", 64),
         (disk_waits, "_MIN_PAUSE_S", 0.0),
     ):
@@ -95,7 +95,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_a_cut_and_no_line(tmp_path, monk
 def test_a_disk_that_is_ill_for_a_moment_costs_a_cut_and_no_line(
     tmp_path, monkeypatch, call, number
 ):
-    monkeypatch.setattr(eventlog, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(eventlog, "_RETRY_S", 0.0)
     path, real, fails = tmp_path / "events.jsonl", getattr(Path, call), [True] * 3
     log = EventLog(path, 1)
     log.publish()
@@ -218,7 +218,7 @@ def test_where_there_is_no_room_for_a_part_the_file_grows(tmp_path, monkeypatch)
     log.flush()
     assert rotated_files(path) == [] and path.read_bytes() == told(0, 40)
     monkeypatch.setattr(gzip.GzipFile, "write", real)
-    log._again_at = 0.0
+    log._retry_at = 0.0
     settled(log)
     assert rotated_files(path) and lines(path) == told(0, 40)
     log.close()

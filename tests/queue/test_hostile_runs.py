@@ -419,7 +419,7 @@ def test_a_journal_that_would_fill_the_disk_of_its_reader_is_not_copied(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with (run.journal / "inc-000001.journal").open("wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(ValueError, match="set TMPDIR to a folder with more room"):
+    with pytest.raises(ValueError, match="set TMPDIR to a folder with more space"):
         list(JournalCopy(run).records())
 
 

@@ -264,7 +264,7 @@ def test_no_order_of_events_stops_a_run_whose_engines_may_not_lag():
     assert admission.admissible(state, Version(1, 2), 1) and not admission.admissible(
         state, Version(1, 1), 1
     )
-    assert admission.why_not(state, Version(1, 1))[0] == (
+    assert admission.explain_wait(state, Version(1, 1))[0] == (
         "serves i000001-v000001, 1 behind the newest, allowed weights.publish_lag=0"
     )
 

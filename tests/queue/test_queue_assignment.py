@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import GroupConfig
 from relax_hpc.queue.controller.handlers import claims
-from relax_hpc.queue.controller.planning.claims import assignment
+from relax_hpc.queue.controller.planning.claims import assign_rows
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.lengths import is_packed, pack_lengths, unpack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
@@ -80,7 +80,7 @@ def test_what_is_compared_is_in_one_micro_batch_in_its_order(lengths, ranks):
         for ticket, rows in enumerate(lengths)
     }
     state = SimpleNamespace(groups=groups, plan=SimpleNamespace(compares=True))
-    found = assignment(state, range(len(lengths)), ranks, 64, batch=1)
+    found = assign_rows(state, range(len(lengths)), ranks, 64, batch=1)
     rows = [row for rank in found for part in rank for row in part]
     assert sorted(rows) == list(range(2 * len(lengths)))
     for part in (part for rank in found for part in rank):
@@ -111,7 +111,7 @@ def test_who_asks_again_after_a_restart_gets_the_same_rows(restarted, monkeypatc
     service = service_with([0, 1, 2, 3])
     claim = service.ask("actor", 1, "c", "claim", **WINDOW)
     service.state = restarted(service)
-    monkeypatch.setattr(claims, "assignment", lambda *_: pytest.fail("decided twice"))
+    monkeypatch.setattr(claims, "assign_rows", lambda *_: pytest.fail("decided twice"))
     assert service.ask("actor", 1, "c", "claim", **WINDOW) == claim
     assert contents(service.replayed()) == contents(service.state)
 

@@ -251,7 +251,7 @@ def test_records_that_do_not_follow_from_each_other_are_named(run, capsys):
     assert call("audit", run.root) == EXIT_CONFIG
     assert (
         "record " in (error := capsys.readouterr().err)
-        and "(put) cannot follow those before it" in error
+        and "(put) cannot follow the records before it" in error
     )
 
 
@@ -428,7 +428,7 @@ def test_rows_say_what_their_tokens_say(run, capsys):
     row = exported(run, "--step", 1)[0]
     assert type(row["prompt"]) is type(row["response"]) is str and not capsys.readouterr().err
     kept = export.KeptRows(run)
-    kept.spell = str
+    kept.decode_tokens = str
     assert (kept.rows(1)[0]["prompt"], kept.rows(1)[0]["response"]) == (
         "[200, 201]",
         "[202, 203, 204]",

@@ -94,7 +94,7 @@ def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     config.liveness.beat_s = 300.0
     with in_thread(run, config) as controller, Roles(run, config) as roles:
-        controller._patience = lambda: 3600.0
+        controller._wait_s = lambda: 3600.0
         version = roles.start()
         tickets = roles.admit(version)
         waiting = roles["reference"].submit_claim("reference", BUDGET)

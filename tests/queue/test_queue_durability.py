@@ -31,7 +31,7 @@ def test_nobody_waits_for_the_journal_and_it_is_not_late_for_long(tmp_path, conf
     assert not controller._commit() and (start := controller.journal.position.offset)
     ask(controller, 1, "resume", step=0)
     assert not controller._commit() and controller.journal.position.offset == start
-    monkeypatch.setattr(controller, "_journal_at", 0.0)
+    monkeypatch.setattr(controller, "_commit_at", 0.0)
     assert controller._commit() and controller.journal.position.offset > start
     ask(controller, 2, "publish", version="i000001-v000000", digest="d")
     controller.close()

@@ -148,7 +148,7 @@ def test_a_torn_tail_is_cut_off(tmp_path):
         first.path.write_bytes(whole[:-cut])
         second, records = journal(tmp_path, 1 + cut)
         assert [record["incarnation"] for record in records] == [0, 1]
-        assert sum(second.cut.values()) == len(whole) - cut - ends[-2], "reported"
+        assert sum(second.torn_bytes.values()) == len(whole) - cut - ends[-2], "reported"
         second.close()
         second.path.unlink()
 
@@ -283,7 +283,7 @@ def test_a_zombie_that_opens_late_is_not_replayed(tmp_path):
     zombie, _ = journal(tmp_path, 2)
     zombie.append({"op": "register", "group": "late", "incarnation": 1})
     zombie.close()
-    assert zombie.superseded() == 3 and not newer.superseded()
+    assert zombie.find_successor() == 3 and not newer.find_successor()
     newer.close()
     _, records = journal(tmp_path, 4)
     assert records == []

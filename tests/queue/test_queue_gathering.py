@@ -21,7 +21,7 @@ from relax_hpc.config import dump
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 from relax_hpc.queue.controller import gathering, server
-from relax_hpc.queue.controller.gathering import covered_steps, planned
+from relax_hpc.queue.controller.gathering import covered_steps, plan_files
 from relax_hpc.queue.inspect.audit import audit
 from relax_hpc.queue.inspect.export import KeptRows
 from relax_hpc.queue.row_ids import row_ids
@@ -52,8 +52,8 @@ def second_time(function: Callable[[str], None]) -> Callable[[str], None]:
 POINTS: dict[str, tuple[Any, str, Any]] = {
     "": (None, "", None),
     "a file is written, and not journaled": (server, "journal_files", die),
-    "it is journaled, and no shard is removed": (server, "remove", die),
-    "some shards are removed": (server, "remove", second_time(server.remove)),
+    "it is journaled, and no shard is removed": (server, "delete_file", die),
+    "some shards are removed": (server, "delete_file", second_time(server.delete_file)),
 }
 """Where a controller is killed: what is replaced by what."""
 
@@ -179,7 +179,7 @@ def test_a_step_that_cannot_be_gathered_stays_as_it_is(
             roles.step(step)
         roles["actor"].training.checkpoint(step=STEPS - 1, name="c", digest="d").result()
         state = found.state
-        work = planned(state, covered_steps(state), 1, 0)
+        work = plan_files(state, covered_steps(state), 1, 0)
         assert [one.step for one in work] == [1, 2]
         monkeypatch.setattr(os, "nice", lambda _: 0)
         whole = hdf5_writer.write

@@ -391,7 +391,7 @@ def replayed(folder: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:
     (folder / "inc-000001.journal").write_bytes(content)
     made = Journal(folder, 2, durable=False)
     try:
-        return list(made.replay()), sum(made.cut.values())
+        return list(made.replay()), sum(made.torn_bytes.values())
     finally:
         made.close()
 

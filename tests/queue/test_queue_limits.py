@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.base.versions import Version
-from relax_hpc.queue.controller.planning.admission import amounts
+from relax_hpc.queue.controller.planning.admission import format_amounts
 from relax_hpc.queue.plan import Plan
 from tests.effort import effort
 from tests.helpers.queue_helpers import GIVES, Roles, in_thread, learned, make_run, rows_of, small
@@ -84,7 +84,7 @@ def test_bytes_count_while_their_rows_wait_for_training():
     ],
 )
 def test_amounts_are_told_in_the_unit_of_the_bound(held, allowed, text):
-    assert amounts(held, allowed) == text
+    assert format_amounts(held, allowed) == text
 
 
 def test_status_says_why_nothing_is_generated(tmp_path):
@@ -100,7 +100,7 @@ def test_status_says_why_nothing_is_generated(tmp_path):
         assert hub.state.shards.untrained_bytes >= 1 << 10
         full = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
         assert roles.waits(
-            f"rollout: admit: the queue holds {amounts(hub.state.shards.untrained_bytes, 1 << 10)}"
+            f"rollout: admit: the queue holds {format_amounts(hub.state.shards.untrained_bytes, 1 << 10)}"
         )
         roles.learn(version)
         roles.train(0)

@@ -278,7 +278,7 @@ def test_spares_take_their_media_with_them(tmp_path):
         assert contents(QueueState.load(hub.state.plan, hub.state.dump())) == contents(hub.state)
         admitted = rollout.tickets.admit("rollout/0", 1).result()
         (ticket,) = admitted.tickets
-        assert hub.state.media.of(ticket) == tuple(
+        assert hub.state.media.media_of(ticket) == tuple(
             sorted([hash_content(png(0)), hash_content(wav(7))])
         )
         assert set(hub.state.media.holders) == {0, ticket}, (

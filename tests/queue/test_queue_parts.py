@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from relax_hpc import queue
 from relax_hpc.queue.controller.messages import Request
 from relax_hpc.queue.controller.registry import APPLIERS, HANDLERS, Registry
-from relax_hpc.queue.controller.state.events import EventBatch, expand, lines
+from relax_hpc.queue.controller.state.events import EventBatch, expand, to_lines
 from relax_hpc.queue.controller.state.reply_cache import REMEMBERED, ReplyCache
 from relax_hpc.queue.controller.state.ticket_map import AgedTickets, TicketMap, TicketSet
 from relax_hpc.queue.controller.topics import ALL
@@ -95,7 +95,7 @@ texts = st.text(max_size=6)
 def test_lines_of_events_are_json(episodes, numbers, words, note):
     told = [EventBatch(words[0], numbers, episodes, 4, *words[1:]), note]
     events = list(expand(told))
-    assert [json.loads(line) for line in lines(told).decode().splitlines()] == [
+    assert [json.loads(line) for line in to_lines(told).decode().splitlines()] == [
         asdict(event) for event in events
     ]
     assert len(events) == len(numbers) * max(1, sum(episodes)) + 1

@@ -122,13 +122,13 @@ def test_the_newest_two_are_kept(tmp_path):
     for offset in (700, 600, 800):
         shots.write(it.service.state, Position(1, offset), EXTENT)
     shots.write(it.service.state, Position(2, 50), EXTENT)
-    assert [path.name for path in shots.found()] == [
+    assert [path.name for path in shots.paths()] == [
         "inc-000002-000000000000050.snapshot",
         "inc-000001-000000000000800.snapshot",
     ]
     (tmp_path / ".half-written").touch()
     assert (
-        len(list(Snapshots(tmp_path, it.plan, durable=True).found()))
+        len(list(Snapshots(tmp_path, it.plan, durable=True).paths()))
         == len(list(tmp_path.iterdir()))
         == 2
     )
@@ -233,7 +233,7 @@ def test_a_torn_tail_behind_a_snapshot_is_cut_off(lived, again, capsys):
         and b'"torn_tail"' in events.splitlines()[-1]
     )
     assert (
-        "inc-000002.journal: the last 7 bytes are no whole record and were cut off"
+        "inc-000002.journal: cut off the last 7 bytes, which are no whole record"
         in capsys.readouterr().out
     )
     assert start()[0] == found, "told once"
@@ -279,7 +279,7 @@ def test_a_controller_takes_snapshots_while_it_works(tmp_path):
         while not hub.snapshots.taken and time.monotonic() < until:
             roles["actor"].connection.call("status")
     assert hub.snapshots.taken
-    newest = hub.snapshots.load(next(hub.snapshots.found()))
+    newest = hub.snapshots.load(next(hub.snapshots.paths()))
     assert (
         newest.position.incarnation == 1
         and 0 < newest.position.offset <= hub.journal.position.offset

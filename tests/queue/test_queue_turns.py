@@ -38,7 +38,7 @@ def rest(roles: Roles, number: int, step: int) -> None:
 def test_engines_wait_for_the_actor_and_the_actor_for_all_engines(world: SimpleNamespace) -> None:
     roles = world.roles
     engines = take(roles["rollout"], "engines")
-    assert roles.waits("waits for the actor to make room")
+    assert roles.waits("waits for the actor to free the devices")
     roles.version = roles.start()
     roles["actor"].connection.call("end_turn")
     engines.result(timeout=60)
@@ -46,7 +46,7 @@ def test_engines_wait_for_the_actor_and_the_actor_for_all_engines(world: SimpleN
         take(roles["actor"], "actor"),
         roles["rollout"].connection.submit("step_generated", step=0),
     )
-    assert roles.waits("waits for engines to make room: 0 of 2 have")
+    assert roles.waits("waits for engines to free the devices: 0 of 2 have")
     assert roles.waits("waits for the rows of step 0")
     roles.generate(roles.version)
     generated.result(timeout=60)
@@ -55,7 +55,7 @@ def test_engines_wait_for_the_actor_and_the_actor_for_all_engines(world: SimpleN
     rest(roles, 1, 0)
     actor.result(timeout=60)
     again = take(roles["rollout"], "engines")
-    assert roles.waits("waits for the actor to make room") and not again.done()
+    assert roles.waits("waits for the actor to free the devices") and not again.done()
 
 
 def test_what_engines_did_in_a_former_step_or_lineage_is_no_rest(world: SimpleNamespace) -> None:
@@ -71,13 +71,13 @@ def test_what_engines_did_in_a_former_step_or_lineage_is_no_rest(world: SimpleNa
     later.result(timeout=60)
     roles["actor"].connection.call("end_turn")
     roles["actor"].connection.call("resume", step=0)
-    assert world.hub.state.device_turns.rested == {"rollout/0": 1, "rollout/1": 1}, (
+    assert world.hub.state.device_turns.freed_after == {"rollout/0": 1, "rollout/1": 1}, (
         "the same incarnation changes nothing"
     )
     with QueueClient(world.run, world.config, "actor", 2) as actor:
         actor.connection.call("resume", step=0)
         assert (
-            world.hub.state.device_turns.rested == {}
+            world.hub.state.device_turns.freed_after == {}
             and world.hub.state.device_turns.side == "actor"
         )
 
@@ -88,4 +88,6 @@ def test_the_turn_survives_the_controller(world: SimpleNamespace) -> None:
     roles["actor"].connection.call("end_turn")
     rest(roles, 0, 0)
     state = QueueState.load(world.hub.state.plan, world.hub.state.dump())
-    assert state.device_turns.side == "engines" and state.device_turns.rested == {"rollout/0": 0}
+    assert state.device_turns.side == "engines" and state.device_turns.freed_after == {
+        "rollout/0": 0
+    }

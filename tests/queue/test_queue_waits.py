@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.base.versions import Version
-from relax_hpc.queue.controller.planning.windows import awaited
+from relax_hpc.queue.controller.planning.windows import producer_of
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.controller.state.task_queues import WAITING
 from relax_hpc.queue.controller.state.ticket_map import TicketMap
@@ -97,7 +97,7 @@ def test_it_is_the_lowest_ticket_that_lacks_something(staleness, roles, dies) ->
             it.kill(role, True)
         it.act(role, number)
         lowest = it.service.state.tasks["actor"].lowest_waiting()
-        assert awaited(it.service.state, "actor", lowest) == slowly(it.service.state)
+        assert producer_of(it.service.state, "actor", lowest) == slowly(it.service.state)
 
 
 def slowly(state: QueueState) -> str:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.queue.controller.planning.admission import why_not
+from relax_hpc.queue.controller.planning.admission import explain_wait
 from relax_hpc.queue.controller.planning.claims import awaited
-from relax_hpc.queue.controller.planning.step_sets import Room
+from relax_hpc.queue.controller.planning.step_sets import FreePositions
 from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.effort import effort
@@ -134,7 +134,7 @@ def test_room_is_counted_for_steps_that_what_is_left_could_fill():
     assert it.admit("rollout", 0, 7) == list(range(7))
     for ticket in (5, 3, 6):
         it.put("rollout", ticket, 0)
-    assert Room(it.state).free == [2, 4, 6, 8, 3] and it.claim()["tickets"] == [3, 5]
+    assert FreePositions(it.state).free == [2, 4, 6, 8, 3] and it.claim()["tickets"] == [3, 5]
 
 
 def test_rows_of_later_weights_may_wait_longer():
@@ -163,7 +163,7 @@ def test_a_ticket_that_is_given_again_goes_to_no_engine_too_old_for_its_place():
     it.die("mortal")
     assert it.train(1, it.claim()) == [0]
     assert it.admit("slow", 0) == [], "both would have to be trained in step 2"
-    assert "too old for ticket 1" in why_not(it.state, Version(1, 0))[0]
+    assert "too old for ticket 1" in explain_wait(it.state, Version(1, 0))[0]
     assert it.admit("rollout", 2, 1) == [1]
     it.put("rollout", 1, 2)
     assert it.claim() is None, "ticket 0 is due"
@@ -259,7 +259,7 @@ class Simulation(Asker):
             self.claims.append(claim)
             self.trains = True
             self.later(self.train_s * len(claim["tickets"]) / self.plan.prompts_per_step, "trained")
-        assert min(Room(self.state).free) >= 0, "a group left has no place in time"
+        assert min(FreePositions(self.state).free) >= 0, "a group left has no place in time"
 
     def generated(self, about: tuple[str, int, int, int]) -> None:
         engine, incarnation, ticket, began = about

@@ -134,7 +134,7 @@ def close_its_terminal(directory: Path) -> int:
     until_gone(family, 60.0)
     assert not any(map(alive, family)) and not staging_root(live.run).exists()
     progress = queue_state(live.run).progress
-    step = progress.whole[-1]
+    step = progress.complete_steps[-1]
     assert step == progress.trained_steps > EVERY, "saved at the edge of the step it was at"
     log = (live.run.root / "supervisor.log").read_text()
     assert "--resume" in log.splitlines()[-1], log

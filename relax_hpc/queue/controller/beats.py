@@ -1,4 +1,4 @@
-"""Last beats of the members, and their writes that do not succeed."""
+"""Last beats of the members, and their failing writes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from relax_hpc.base.disk_waits import WAITS, DiskWait
 from relax_hpc.queue.records import Owner
 
 _FRESH_S = 10.0
-"""Seconds for which clocks stand after a member said that it waits for a disk, unless it says so
-again."""
+"""Seconds for which timeouts are paused after a member has reported a wait for a disk."""
 
 
 class Beats:
@@ -22,34 +21,36 @@ class Beats:
         monotonic clock."""
         self._disk_waits: dict[str, tuple[float, DiskWait]] = {}
 
-    def take(self, owner: Owner, member: str, about: dict[str, Any], disk: DiskWait) -> None:
-        """Take a beat; ``disk``: a write that does not succeed; empty: there is none."""
+    def take(self, owner: Owner, member: str, content: dict[str, Any], disk: DiskWait) -> None:
+        """Store a beat; ``disk``: a failing write of the member; empty: it has none."""
         (group, incarnation), now = owner, time.monotonic()
         name = f"{group}/{member}"
-        self.latest[name] = {**about, "group": group, "incarnation": incarnation, "at": now}
+        self.latest[name] = {**content, "group": group, "incarnation": incarnation, "at": now}
         self._disk_waits.pop(name, None)
         if disk:
             self._disk_waits[name] = now, dict(disk)
 
     def forget(self, owner: Owner) -> None:
         """Forget the members of ``owner``, which has ended."""
-        for name in [
+        ended = [
             name
             for name, beat in self.latest.items()
             if (beat["group"], beat["incarnation"]) == owner
-        ]:
+        ]
+        for name in ended:
             del self.latest[name]
             self._disk_waits.pop(name, None)
 
     def disk_wait(self) -> DiskWait:
-        """A write that does not succeed and that somebody waits for; empty: there is none."""
+        """A failing write for which processes wait; empty: no process waits for a disk."""
         if not WAITS and not self._disk_waits:
             return {}
         since = time.monotonic() - _FRESH_S
-        found = [WAITS.longest(), *(wait for at, wait in self._disk_waits.values() if at > since)]
-        return next((wait for wait in found if wait and not wait["loose"]), {})
+        fresh = [wait for at, wait in self._disk_waits.values() if at > since]
+        return next((wait for wait in (WAITS.longest(), *fresh) if wait and not wait["loose"]), {})
 
     def disk_waits(self) -> list[dict[str, Any]]:
-        """Writes of all members that do not succeed, the hub's own first."""
-        own = [{"who": "hub/controller", **wait}] if (wait := WAITS.longest()) else []
-        return own + [{"who": name, **wait} for name, (_, wait) in sorted(self._disk_waits.items())]
+        """Failing writes of all members, the hub's own first."""
+        waits = [{"who": name, **wait} for name, (_, wait) in sorted(self._disk_waits.items())]
+        hub_wait = WAITS.longest()
+        return [{"who": "hub/controller", **hub_wait}, *waits] if hub_wait else waits

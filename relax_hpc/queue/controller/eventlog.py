@@ -1,10 +1,10 @@
-"""The file events.jsonl, a projection of the journal. Every controller makes it anew: a crash may
-cost its end.
+"""The file events.jsonl, a projection of the journal. Every controller writes it again, because a
+crash may lose its end.
 
-It has two lines a row, so it is cut: what is before the newest two parts lies compressed beside it,
-see `relax_hpc.base.log_rotation`, and `event_lines` reads all of it. Where the parts end follows
-from the lines alone. So every controller makes the same ones, an older one that ends late writes
-nothing else into them, and what is there is kept.
+It has two lines for each row, so old lines are moved to compressed parts next to it: all but the
+newest two parts, see `relax_hpc.base.log_rotation`. `event_lines` reads all of them. The ends of
+the parts depend only on the lines. So every controller creates the same parts, an older controller
+that ends late writes nothing else into them, and existing parts are kept.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ from relax_hpc.base.foreign_files import LINE_BYTES, ForeignFileError, open_in_r
 from relax_hpc.base.log_rotation import read_rotated_file, rotated_files, rotation_number
 
 PART_BYTES = 16 << 20
-"""Bytes of a part, which is the first lines that make as many."""
+"""Size of a part: it consists of the first lines that have at least so many bytes."""
 _MOST_PART_BYTES = 4 * PART_BYTES
-"""Bytes that a part unpacks to, at most: a last line may be long."""
+"""Upper bound of the unpacked bytes of a part: its last line may be long."""
 _MOST_FILE_BYTES = 4 << 30
-"""Bytes of the file itself, at most: it grows while parts cannot be written."""
+"""Upper bound of the bytes of the file itself: it grows while parts cannot be written."""
 _CHUNK_BYTES = 4 << 20
 _LEVEL = 3
-_AGAIN_S = 60.0
-"""Seconds between tries to write a part that could not be written."""
+_RETRY_S = 60.0
+"""Seconds between tries to write a part after a failure."""
 _TRAILER = struct.Struct("<II")
 """The end of a gzip file: checksum and bytes of its content, RFC 1952."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A beginning of the log: ``parts`` whole ones, and then so many bytes with this checksum."""
+    """A beginning of the log: ``parts`` complete parts, then ``size`` bytes with checksum
+    ``crc``."""
 
     size: int
     crc: int
     parts: int = 0
     chain: int = 0
-    """Checksum of the checksums of the whole parts."""
+    """Checksum of the checksums of the complete parts."""
 
 
 class EventLog:
-    """One controller's events.jsonl. It appears by rename, so that the late lines of an older
-    controller go to a file that nobody reads."""
+    """One controller's events.jsonl. It is published by rename, so that late lines of an older
+    controller go to a file that is not read."""
 
     def __init__(self, path: Path, incarnation: int) -> None:
         self.path = path
@@ -64,53 +65,53 @@ class EventLog:
         self._lines.write_all()
         self._published = False
         self._packing: threading.Thread | None = None
-        self._again_at = 0.0
-        self._forget(0, 0)
+        self._retry_at = 0.0
+        self._reset(0, 0)
 
-    def _forget(self, gone: int, chain: int) -> None:
-        """Begin with an empty file, beside which ``gone`` parts lie."""
-        self._gone, self._chain = gone, chain
+    def _reset(self, removed: int, chain: int) -> None:
+        """Begin with an empty file after ``removed`` compressed parts."""
+        self._removed, self._chain = removed, chain
+        """Number of parts that are no longer in the file, and the checksum of their checksums."""
         self._ends: list[tuple[int, int]] = []
-        """Offsets of the ends of the whole parts in the file, and their checksums."""
+        """Offsets of the ends of the complete parts in the file, and their checksums."""
         self._size = self._crc = 0
-        """Bytes and checksum of what is behind the last whole part."""
+        """Bytes and checksum of the content after the last complete part."""
 
     # -- the beginning -----------------------------------------------------------------------------
 
     def begin_with(self, extent: Extent) -> bool:
-        """Copy the beginning of what is there under the name now; False, and nothing, if it is not
-        as ``extent``."""
+        """Copy the beginning ``extent`` of the present events.jsonl; False, with an empty log: it
+        does not match."""
         try:
             for piece in _pieces(_bytes_after(self.path, self._keep_parts(extent.parts))):
                 if (self.extent.parts, self.extent.size) >= (extent.parts, extent.size):
                     break
                 self.write(piece)
-            self._shorten(extent)
+            self._truncate(extent)
         except (OSError, EOFError, zlib.error):
             pass
         if self.extent == extent:
             return True
         self._lines.write_all()
         retry_write(self._temporary, lambda: os.truncate(self.fileno(), 0))
-        self._forget(0, 0)
+        self._reset(0, 0)
         return False
 
-    def _keep_parts(self, most: int) -> int:
-        """Leave the first parts that are there compressed, at most so many, as they are; how
-        many."""
+    def _keep_parts(self, count: int) -> int:
+        """Keep the first compressed parts, at most ``count``, without a change; their number."""
         chain = kept = 0
-        for part in rotated_files(self.path)[:most]:
-            if rotation_number(part) != kept + 1:
+        for path in rotated_files(self.path)[:count]:
+            if rotation_number(path) != kept + 1:
                 break
-            kept, chain = kept + 1, _chained(chain, _content(part)[0])
-        self._forget(kept, chain)
+            kept, chain = kept + 1, _chain_checksum(chain, _read_trailer(path)[0])
+        self._reset(kept, chain)
         return kept
 
-    def _shorten(self, extent: Extent) -> None:
-        """Leave out what is beyond ``extent``: it is told again."""
+    def _truncate(self, extent: Extent) -> None:
+        """Remove all content after ``extent``. The replay adds it again."""
         self._lines.write_all()
-        self._ends = self._ends[: max(0, extent.parts - self._gone)]
-        start = self._start()
+        self._ends = self._ends[: max(0, extent.parts - self._removed)]
+        start = self._last_start()
         self._crc = 0
         for chunk in _read(self.fileno(), start, start + extent.size):
             self._crc = zlib.crc32(chunk, self._crc)
@@ -122,25 +123,27 @@ class EventLog:
     def write(self, text: bytes) -> None:
         """Write whole lines."""
         self._lines.write(text)
-        while (end := text.find(b"\n", max(0, PART_BYTES - 1 - self._size))) >= 0:
-            end += 1
-            self._ends.append((self._start() + self._size + end, zlib.crc32(text[:end], self._crc)))
+        end = text.find(b"\n", max(0, PART_BYTES - 1 - self._size)) + 1
+        while end > 0:
+            offset = self._last_start() + self._size + end
+            self._ends.append((offset, zlib.crc32(text[:end], self._crc)))
             self._size, self._crc, text = 0, 0, text[end:]
+            end = text.find(b"\n", PART_BYTES - 1) + 1
         self._size, self._crc = self._size + len(text), zlib.crc32(text, self._crc)
         if not self._published:
-            # A whole journal is told, of which nothing may be left out; what it says of long ago is
-            # there mostly.
+            # During the replay of a whole journal no line may be dropped, and most parts already
+            # exist.
             self._lines.write_all()
             while len(self._ends) > 1:
                 retry_write(self._part, self._pack)
                 retry_write(self.path, self._cut)
 
-    def _start(self) -> int:
-        """Offset at which the part begins that is not whole yet."""
+    def _last_start(self) -> int:
+        """Offset at which the incomplete part begins."""
         return self._ends[-1][0] if self._ends else 0
 
     def publish(self) -> None:
-        """Put the file in place of the former one."""
+        """Replace the events.jsonl of the former controller."""
         self._lines.write_all()
         retry_write(self.path, lambda: self._temporary.replace(self.path))
         self._published = True
@@ -152,33 +155,33 @@ class EventLog:
             return
         if self._packing and not self._packing.is_alive():
             self._packing = None
-            if self._there():
-                self._cut_quietly()
-        if len(self._ends) > 1 and not self._packing and time.monotonic() >= self._again_at:
-            self._again_at = time.monotonic() + _AGAIN_S
-            self._packing = threading.Thread(target=self._pack_quietly, name="events", daemon=True)
+            if self._is_packed():
+                self._try_cut()
+        if len(self._ends) > 1 and not self._packing and time.monotonic() >= self._retry_at:
+            self._retry_at = time.monotonic() + _RETRY_S
+            self._packing = threading.Thread(target=self._try_pack, name="events", daemon=True)
             self._packing.start()
 
     # -- parts -------------------------------------------------------------------------------------
 
     @property
     def _part(self) -> Path:
-        """Path of the first part in the file, compressed."""
-        return self.path.with_name(f"{self.path.name}.{self._gone + 1:06d}.gz")
+        """Path of the first part of the file, when it is compressed."""
+        return self.path.with_name(f"{self.path.name}.{self._removed + 1:06d}.gz")
 
-    def _there(self) -> bool:
-        """Whether the first part lies beside the file."""
+    def _is_packed(self) -> bool:
+        """Whether the first part of the file exists compressed."""
         end, crc = self._ends[0]
         with contextlib.suppress(OSError, struct.error):
-            return _content(self._part) == (crc, end % (1 << 32))
+            return _read_trailer(self._part) == (crc, end % (1 << 32))
         return False
 
-    def _pack_quietly(self) -> None:
+    def _try_pack(self) -> None:
         with contextlib.suppress(OSError):
             self._pack()
 
-    def _cut_quietly(self) -> None:
-        """Cut the file if the disk allows it; else the old file just goes on growing."""
+    def _try_cut(self) -> None:
+        """Remove the first part from the file. If the disk fails, the file only grows longer."""
         try:
             self._cut()
         except OSError as error:
@@ -186,14 +189,15 @@ class EventLog:
                 raise
 
     def _remove_later_parts(self) -> None:
-        """Remove parts of an older controller: what they hold is written anew."""
-        for part in rotated_files(self.path):
-            if rotation_number(part) > self._gone:
-                part.unlink(missing_ok=True)
+        """Delete later parts of an older controller. This one writes their lines again."""
+        for path in rotated_files(self.path):
+            if rotation_number(path) > self._removed:
+                path.unlink(missing_ok=True)
 
     def _pack(self) -> None:
-        """Write it, unless it is there. The main thread only appends meanwhile."""
-        if self._there():
+        """Compress the first part, unless that is done. A thread may do this while the main thread
+        appends."""
+        if self._is_packed():
             return
         temporary = self.path.with_name(f".{self._part.name}.{os.getpid()}")
         try:
@@ -205,46 +209,48 @@ class EventLog:
             temporary.unlink(missing_ok=True)
 
     def _cut(self) -> None:
-        """Go on in a file that begins behind the first part. OSError: the disk does not let it, and
+        """Replace the file by one that begins after the first part. OSError: a write failed, and
         nothing changes."""
-        (cut, crc), end = self._ends[0], self._start() + self._size
+        (cut, crc), end = self._ends[0], self._last_start() + self._size
         self._next.unlink(missing_ok=True)
-        rest = AppendFile(self._next)
+        lines = AppendFile(self._next)
         try:
             for chunk in _read(self.fileno(), cut, end):
-                rest.write(chunk)
-                # At the start it waits for room, as for all else.
-                rest.flush() if self._published else rest.write_all()
-            if rest.dropped or not rest.is_written:
+                lines.write(chunk)
+                # Before the file is published, a full disk is waited for. After that, the copy is
+                # abandoned, so that the controller does not stop.
+                lines.flush() if self._published else lines.write_all()
+            if lines.dropped or not lines.is_written:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._next))
             self._next.replace(self.path if self._published else self._temporary)
         except OSError:
-            rest.close()
+            lines.close()
             with contextlib.suppress(OSError):
                 self._next.unlink(missing_ok=True)
             raise
-        rest.path = self.path if self._published else self._temporary
+        lines.path = self.path if self._published else self._temporary
         self._lines.close()
-        self._lines, self._gone, self._chain = rest, self._gone + 1, _chained(self._chain, crc)
-        self._ends = [(other - cut, its) for other, its in self._ends[1:]]
-        self._again_at = 0.0
+        self._lines, self._removed = lines, self._removed + 1
+        self._chain = _chain_checksum(self._chain, crc)
+        self._ends = [(offset - cut, part_crc) for offset, part_crc in self._ends[1:]]
+        self._retry_at = 0.0
 
-    # -- what others ask ---------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._lines.fileno()
 
     @property
     def extent(self) -> Extent:
-        """Extent of all that was written."""
+        """Extent of everything that was written."""
         chain = self._chain
         for _, crc in self._ends:
-            chain = _chained(chain, crc)
-        return Extent(self._size, self._crc, self._gone + len(self._ends), chain)
+            chain = _chain_checksum(chain, crc)
+        return Extent(self._size, self._crc, self._removed + len(self._ends), chain)
 
     def check(self) -> None:
-        """RelaxError if an older controller, stopped and continued before it published, has put its
-        file over this."""
+        """RelaxError: an older controller, which was suspended before it published its file, has
+        replaced this one."""
         try:
             if os.path.samestat(self.path.stat(), os.fstat(self.fileno())):
                 return
@@ -261,66 +267,71 @@ class EventLog:
 
 
 def event_lines(path: Path) -> Iterator[bytes]:
-    """All lines of a log now, with their line ends; of a damaged part, those before the damage.
+    """All present lines of a log, with their line ends; of a damaged part, the lines before the
+    damage.
 
-    ForeignFileError: a file or a part is no file of a run, or is larger than this package makes
-    them.
+    ForeignFileError: a file or a part is not a regular file of the run, or is larger than this
+    package writes it.
     """
-    yield from _lines_of(_bytes_after(path, 0))
+    yield from _split_lines(_bytes_after(path, 0))
 
 
-def _lines_of(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    rest = b""
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    partial = b""
     try:
         for chunk in chunks:
-            *lines, rest = (rest + chunk).split(b"\n")
+            *lines, partial = (partial + chunk).split(b"\n")
             yield from (line + b"\n" for line in lines)
-            if len(rest) > LINE_BYTES:
-                # No event is as long; its beginning is not whole JSON.
-                rest = rest[:LINE_BYTES]
+            if len(partial) > LINE_BYTES:
+                # No event is this long, and its beginning is not valid JSON.
+                partial = partial[:LINE_BYTES]
     except ForeignFileError:
         raise
     except (OSError, EOFError, zlib.error):
         pass
-    if rest:
-        yield rest
+    if partial:
+        yield partial
 
 
-def _bytes_after(path: Path, gone: int) -> Iterator[bytes]:
-    """Bytes behind the first ``gone`` parts."""
+def _bytes_after(path: Path, removed: int) -> Iterator[bytes]:
+    """Bytes after the first ``removed`` parts."""
     try:
         file = open_in_run(path)
     except FileNotFoundError:
         return
     with file:
-        # Listed later than opened: the last may be in the file yet, as it is after a crash between
-        # the two.
-        for part in (parts := rotated_files(path)):
-            if rotation_number(part) <= gone and part != parts[-1]:
+        # The parts are listed after the file was opened. So the file may still contain the last
+        # part, as it does after a crash between writing the part and cutting the file.
+        parts = rotated_files(path)
+        for part_path in parts:
+            if rotation_number(part_path) <= removed and part_path != parts[-1]:
                 continue
-            content = read_rotated_file(part, _MOST_PART_BYTES)
-            again = file.read(len(content)) == content
-            if rotation_number(part) > gone:
+            content = read_rotated_file(part_path, _MOST_PART_BYTES)
+            is_in_file = file.read(len(content)) == content
+            if rotation_number(part_path) > removed:
                 yield content
-            if again:
+            if is_in_file:
                 break
             file.seek(0)
-        if (size := os.fstat(file.fileno()).st_size) > _MOST_FILE_BYTES:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_FILE_BYTES:
             text = f"found {size} bytes, allowed for events: {_MOST_FILE_BYTES}"
             raise ForeignFileError(errno.EFBIG, text, str(path))
-        while chunk := file.read(_CHUNK_BYTES):
+        chunk = file.read(_CHUNK_BYTES)
+        while chunk:
             yield chunk
+            chunk = file.read(_CHUNK_BYTES)
 
 
 def _pieces(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Pieces of ``chunks`` that are short enough for no two parts to end in one."""
+    """Pieces of ``chunks``, so short that at most one part ends in each of them."""
     size = PART_BYTES // 2 + 1
     for chunk in chunks:
         yield from (chunk[start : start + size] for start in range(0, len(chunk), size))
 
 
 def _read(file: int, start: int, end: int) -> Iterator[bytes]:
-    """Bytes ``start`` to ``end`` of what was flushed; may be called from any thread."""
+    """Bytes ``start`` to ``end`` of the flushed content. Any thread may call it."""
     while start < end:
         chunk = os.pread(file, min(_CHUNK_BYTES, end - start), start)
         if not chunk:
@@ -329,13 +340,13 @@ def _read(file: int, start: int, end: int) -> Iterator[bytes]:
         start += len(chunk)
 
 
-def _content(part: Path) -> tuple[int, int]:
-    """Checksum and bytes of what a part holds, as it says itself."""
-    with part.open("rb") as file:
+def _read_trailer(path: Path) -> tuple[int, int]:
+    """Checksum and size of the content of a compressed part, from its gzip trailer."""
+    with path.open("rb") as file:
         file.seek(-_TRAILER.size, os.SEEK_END)
         crc, size = _TRAILER.unpack(file.read(_TRAILER.size))
     return crc, size
 
 
-def _chained(chain: int, crc: int) -> int:
+def _chain_checksum(chain: int, crc: int) -> int:
     return zlib.crc32(crc.to_bytes(4, "little"), chain)

@@ -1,5 +1,4 @@
-"""Work on what a process has in memory, by a child that is a copy of it at one moment, while it
-goes on itself."""
+"""Work on the memory of a process, done by a forked child, so that the process can continue."""
 
 from __future__ import annotations
 
@@ -13,12 +12,11 @@ from collections.abc import Callable
 from relax_hpc.base.errors import EXIT_DONE, EXIT_RETRY
 from relax_hpc.net.rendezvous.process import die_with_parent
 
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 
-class Forked:
-    """One child at a time. It ends with this process, and is killed once it takes longer than
-    ``longest_s``."""
+class ForkedChild:
+    """One child at a time. It ends with this process, and is killed after ``longest_s``."""
 
     def __init__(self, longest_s: float) -> None:
         self.longest_s = longest_s
@@ -26,24 +24,24 @@ class Forked:
         self._started = 0.0
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return bool(self._child)
 
     def start(self, work: Callable[[], int | None]) -> None:
-        """Have a child do ``work``, whose exit code that is; EXIT_RETRY if it raises. OSError:
-        there is no child."""
+        """Fork a child that calls ``work``. The result is its exit code; EXIT_RETRY if it raises.
+        OSError: the fork failed."""
         self._started = time.monotonic()
         self._child = os.fork()
         if not self._child:
             _work_and_exit(work)
 
-    def ended(self) -> int | None:
-        """Exit status of a child that has ended, 0 if all is well, told once. None: there is
-        none."""
+    def poll(self) -> int | None:
+        """Exit status of a child that has ended, 0 if it succeeded; returned once. None: no child
+        has ended."""
         if not self._child:
             return None
         status = EXIT_DONE
-        # Somebody else may have waited for all children of this process.
+        # Other code of this process may have waited for all children.
         with contextlib.suppress(ChildProcessError):
             pid, status = os.waitpid(self._child, os.WNOHANG)
             if not pid:
@@ -54,12 +52,13 @@ class Forked:
         return os.waitstatus_to_exitcode(status)
 
     def wait(self, seconds: float) -> int | None:
-        """`ended`, for which it waits a little; then the child is given up."""
+        """Wait for the child, and kill it after ``seconds``; its exit status as of `poll`."""
         deadline = time.monotonic() + seconds
         while self._child and time.monotonic() < deadline:
-            if (status := self.ended()) is not None:
+            status = self.poll()
+            if status is not None:
                 return status
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         if self._child:
             os.kill(self._child, signal.SIGKILL)
             os.waitpid(self._child, 0)

@@ -1,8 +1,8 @@
-"""The controller's append-only journal: a file an incarnation, checksummed records, a successor
-seals what was before.
+"""The controller's append-only journal: one file for each incarnation, with checksums. A successor
+seals the files before its own.
 
-A record is on disk before its effect is seen, so it survives a power loss. Not durable, it is
-handed to the operating system instead and survives the death of any process.
+A record is on disk before its effect is visible, so it survives a power loss. If the journal is not
+durable, a record is only passed to the operating system, and survives the death of any process.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgpack
 
@@ -25,7 +24,7 @@ from relax_hpc.base.errors import FencedError
 from relax_hpc.base.rundir import sync_directory
 
 FORMAT = 3
-"""Format of the records: a journal of another one is refused."""
+"""Format of the records. A journal of another format is refused."""
 _SIZES = struct.Struct("<II")
 _CHECK = struct.Struct("<I")
 _HEAD = _SIZES.size + _CHECK.size
@@ -34,45 +33,47 @@ _READ_BYTES = 1 << 20
 
 
 class JournalError(ValueError):
-    """A journal damaged in its middle; the message names the file and the offset."""
+    """A journal that is damaged before its end. The message names the file and the offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Place between two records: a number of bytes of an incarnation's file, and all that this file
-    seals."""
+    """A position between two records: a number of bytes in an incarnation's file, after all files
+    that this file seals."""
 
     incarnation: int
     offset: int
 
 
 def _frame(body: bytes) -> bytes:
-    """Length and checksum of ``body``, a checksum over those two, so that a bad length is not taken
-    for a torn tail."""
+    """``body`` with its length and checksum before it, and a checksum over those two, so that a
+    wrong length is not taken for an incomplete record."""
     sizes = _SIZES.pack(len(body), zlib.crc32(body))
     return sizes + _CHECK.pack(zlib.crc32(sizes)) + body
 
 
 def _read(path: Path, start: int, limit: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Records of ``path`` from ``start`` on, with the offset behind each.
+    """Records of ``path`` from ``start`` on, with the offset after each.
 
-    Without a ``limit`` a torn tail ends it; a bad middle raises. After a power loss zeros may stand
-    where the last records were to be.
+    Without a ``limit``, an incomplete record at the end is ignored. After a power loss, zeros may
+    be there instead of the last records. JournalError: a record before the end is damaged.
     """
     end = path.stat().st_size if limit is None else limit
     at = start
     with path.open("rb", buffering=_READ_BYTES) as file:
         file.seek(start)
-        while body := _next_body(file, path, at, end, may_be_torn=limit is None):
+        body = _next_body(file, path, at, end, may_be_torn=limit is None)
+        while body:
             at += _HEAD + len(body)
             yield at, msgpack.unpackb(body, strict_map_key=False)
+            body = _next_body(file, path, at, end, may_be_torn=limit is None)
     if limit is not None and at != limit:
         raise JournalError(f"{path}: ends at offset {at}, sealed at {limit}")
 
 
-def _next_body(file: BufferedReader, path: Path, at: int, end: int, may_be_torn: bool) -> bytes:
-    """The record at offset ``at`` of what counts up to ``end``; empty if none, or a torn one, is
-    there."""
+def _next_body(file: BinaryIO, path: Path, at: int, end: int, may_be_torn: bool) -> bytes:
+    """The record at offset ``at``, up to ``end``; empty: there is no record, or an incomplete
+    one."""
     head = file.read(min(_HEAD, end - at))
     if len(head) < _HEAD:
         return b""
@@ -92,18 +93,18 @@ def _next_body(file: BufferedReader, path: Path, at: int, end: int, may_be_torn:
 
 
 class Journal:
-    """Opens a new incarnation's file and yields what the earlier ones recorded.
+    """The journal of a new incarnation. `replay` yields the records of earlier ones.
 
-    The first record of a file seals its predecessors at the lengths that were read, so that what an
-    older controller still writes is never seen.
+    The first record of a file seals the files before it at the lengths that were read. What an
+    older controller writes after that is never read.
     """
 
     def __init__(self, folder: Path, incarnation: int, durable: bool = True) -> None:
         self.folder, self.incarnation, self.durable = folder, incarnation, durable
         self.path = folder / f"inc-{incarnation:06d}.journal"
-        self.cut: dict[str, int] = {}
-        """Files whose tails `replay` cut off, as a crash may leave them: bytes that are no whole
-        record."""
+        self.torn_bytes: dict[str, int] = {}
+        """Files that end with an incomplete record, as after a crash, and the bytes of that.
+        `replay` finds them."""
         self.records = 0
         """Records appended so far."""
         self._pending: list[bytes] = []
@@ -118,8 +119,8 @@ class Journal:
             raise
 
     def replay(self, after: Position | None = None) -> Iterator[dict[str, Any]]:
-        """All records of earlier incarnations, in order, or those ``after`` a position that
-        `covers`; then seals them.
+        """All records of earlier incarnations in order, or those ``after`` a position that `covers`
+        accepts. Then it seals their files.
 
         Call it once, before ``append``.
         """
@@ -133,13 +134,13 @@ class Journal:
                     if record["op"] != "seal":
                         yield record
                 lengths.setdefault(incarnation, reached)
-                self._look_for_tail(path, lengths[incarnation], incarnation in self._sealed)
-        named = {str(incarnation): length for incarnation, length in lengths.items()}
-        self.append({"op": "seal", "lengths": named, "format": FORMAT})
+                self._find_torn_tail(path, lengths[incarnation], incarnation in self._sealed)
+        names = {str(incarnation): length for incarnation, length in lengths.items()}
+        self.append({"op": "seal", "lengths": names, "format": FORMAT})
         retry_write(self.path, self.commit)
 
     def covers(self, position: Position) -> bool:
-        """Whether ``position`` lies in what `replay` yields."""
+        """Whether `replay` yields the records after ``position``."""
         path = self._earlier.get(position.incarnation)
         if path is None:
             return False
@@ -147,7 +148,7 @@ class Journal:
 
     @property
     def position(self) -> Position:
-        """Position behind what was committed."""
+        """Position after the last committed record."""
         return Position(self.incarnation, self._written)
 
     @cached_property
@@ -160,10 +161,9 @@ class Journal:
 
     @cached_property
     def _sealed(self) -> dict[int, int]:
-        """Bytes that count of each earlier file, where a later one says it.
+        """Valid bytes of each earlier file that a later file has sealed.
 
-        The newest seal binds: what an older controller wrote later, whole or not, is not even
-        looked at.
+        The newest seal counts. Bytes that an older controller wrote later are not read at all.
         """
         sealed: dict[int, int] = {}
         for incarnation in sorted(self._earlier, reverse=True):
@@ -178,37 +178,41 @@ class Journal:
                     f"{self._earlier[incarnation]}: {text}; finish the run with the program that "
                     "began it"
                 )
-            for older in [other for other in self._earlier if other < incarnation]:
-                sealed.setdefault(older, first["lengths"].get(str(older), 0))
+            for older in self._earlier:
+                if older < incarnation:
+                    sealed.setdefault(older, first["lengths"].get(str(older), 0))
         return sealed
 
-    def _look_for_tail(self, path: Path, end: int, sealed: bool) -> None:
-        """Note a torn tail of the newest file, and have on disk what its controller may have left
-        unsynced."""
+    def _find_torn_tail(self, path: Path, end: int, sealed: bool) -> None:
+        """Record an incomplete end of the newest file. Sync the file, because its controller may
+        have died before it did."""
         with path.open("rb") as file:
             if self.durable:
                 os.fsync(file.fileno())
-            if not sealed and (size := os.fstat(file.fileno()).st_size) > end:
-                self.cut[path.name] = size - end
+            size = os.fstat(file.fileno()).st_size
+            if not sealed and size > end:
+                self.torn_bytes[path.name] = size - end
 
     def _files(self) -> dict[int, str]:
+        files = {}
         with os.scandir(self.folder) as entries:
-            return {
-                int(match[1]): match[0]
-                for entry in entries
-                if (match := _NAME.fullmatch(entry.name))
-            }
+            for entry in entries:
+                match = _NAME.fullmatch(entry.name)
+                if match:
+                    files[int(match[1])] = match[0]
+        return files
 
-    def superseded(self) -> int:
-        """Incarnation of a successor, or 0. Ask after ``commit`` and before replying: a successor
-        makes its file before it reads this one, so what was written while there was none is in its
-        replay."""
+    def find_successor(self) -> int:
+        """Incarnation of a successor, or 0. Call it after ``commit`` and before replies are sent. A
+        successor creates its file before it reads this one. So if there is no successor after a
+        commit, a later one will replay the committed records."""
         newest = max(self._files(), default=0)
         return newest if newest > self.incarnation else 0
 
     def check_newest(self) -> None:
-        """Raise FencedError once there is a successor."""
-        if successor := self.superseded():
+        """FencedError: there is a successor."""
+        successor = self.find_successor()
+        if successor:
             text = (
                 f"hub incarnation {self.incarnation} is over: incarnation {successor} has taken "
                 "its place"
@@ -221,19 +225,19 @@ class Journal:
         self._pending.append(_frame(msgpack.packb(record)))
 
     def commit(self) -> bool:
-        """Write all buffered records at once, to disk if durable; whether there were any.
+        """Write all buffered records, to disk if durable; whether there were any.
 
-        OSError: none of them counts, and the next call writes all of them again. A kernel takes
-        what it could not sync for written from then on, so nothing less would do.
+        OSError: none of them counts, and the next call writes all of them again. That is necessary
+        because Linux marks pages as clean after a failed fsync: a later fsync would succeed
+        although they are not on disk.
         """
         if not self._pending:
             return False
         data = b"".join(self._pending)
-        done = 0
-        while done < len(data):
-            done += os.pwrite(
-                self._file.fileno(), data[done:] if done else data, self._written + done
-            )
+        written = 0
+        while written < len(data):
+            remaining = data[written:] if written else data
+            written += os.pwrite(self._file.fileno(), remaining, self._written + written)
         if self.durable:
             os.fdatasync(self._file.fileno())
         self._pending.clear()
@@ -241,7 +245,7 @@ class Journal:
         return True
 
     def close(self) -> None:
-        """Close the file in any case; raises as `commit`."""
+        """Close the file in any case. OSError: as of `commit`."""
         try:
             self.commit()
         finally:

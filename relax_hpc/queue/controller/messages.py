@@ -1,5 +1,4 @@
-"""Messages of clients: their parts have the types and sizes that they should have, or they are
-refused."""
+"""Messages of clients: parse them, and refuse those with wrong types or sizes."""
 
 from __future__ import annotations
 
@@ -13,28 +12,28 @@ from typing import Any
 import msgpack
 
 from relax_hpc.net.transport.wire import BadMessage
-from relax_hpc.queue.controller.planning.acceptance import Row
+from relax_hpc.queue.controller.planning.acceptance import PutGroup
 from relax_hpc.queue.lengths import is_packed
 from relax_hpc.queue.records import Cause, Owner
 from relax_hpc.queue.row_ids import MAX_ROWS
 
 Args = dict[str, Any]
 MAX_WHOLE = 1 << 53
-"""Bound below which whole numbers in messages lie."""
+"""Bound of whole numbers in messages."""
 MAX_TEXT = 4096
-"""Longest text in a message, characters."""
+"""Longest text in a message, in characters."""
 MAX_OPAQUE_BYTES = 16 << 10
-"""Bytes of what is passed on as it is, at most: a shard's descriptor, and what a member says of
-itself."""
+"""Most bytes of a value that is passed on unchanged: a shard's descriptor, or the content of a
+beat."""
 MAX_OPAQUE_DEPTH = 8
-"""Levels of maps and lists in each other, at most: far from the limits of msgpack, also within
-other messages."""
+"""Most levels of nested maps and lists in such a value. msgpack allows far more, so it can be
+nested in other messages."""
 _MAX_PATIENCE_S = 1e9
-_ROW, _WHOLE = ("ticket", "episodes", "lengths", "versions"), frozenset([int])
+_GROUP_KEYS, _ONLY_INT = ("ticket", "episodes", "lengths", "versions"), frozenset([int])
 
 
 class Refused(Exception):
-    """A request that breaks a rule; the client gets `kind` and the message."""
+    """A request that breaks a rule. The client gets `kind` and the message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -43,8 +42,8 @@ class Refused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One message of a client, with where to send the answer. Times are of the monotonic clock,
-    seconds."""
+    """One message of a client, with the connection for the answer. Times are of the monotonic
+    clock, in seconds."""
 
     peer: int
     id: int
@@ -52,69 +51,66 @@ class Request:
     owner: Owner
     op: str
     args: Args
-    since: float
+    received_at: float
     deadline: float
     topic: str = ""
-    """Topic that it waits for, one of `controller.topics`; empty: it was not tried yet."""
-    why: str = ""
-    """Cause of the wait in words for people; empty: the topic says enough."""
+    """Topic for which it waits, one of `controller.topics`; empty: it was not tried yet."""
+    reason: str = ""
+    """Reason of the wait, for people; empty: the topic explains it."""
     common: bool = False
-    """Whether no request that waits for the same can be answered either."""
+    """Whether no other request that waits for the topic can be answered either."""
     cause: Cause = ("", "")
-    """Role that it has waited for since it was last tried, and why."""
-    tried: float = 0.0
+    """Role for which it has waited since it was last tried, and why."""
+    tried_at: float = 0.0
     waited: dict[Cause, float] = field(default_factory=dict)
-    """Seconds that it has waited, by cause, in the order in which the causes came."""
-    may_stand_s: float = 0.0
-    """Seconds by which its deadline may be put off because others are not there."""
+    """Seconds of its waits by cause, in the order in which the causes came."""
+    max_pause_s: float = 0.0
+    """Seconds by which its deadline may still be moved because other groups are absent."""
     paused_s: float = 0.0
-    """Seconds for which clocks had stood when it came; see `Presence`."""
+    """`GroupPresence.paused_s` at the last look at the deadline."""
 
-    def put_down(self) -> None:
-        """Put the time since it was last tried down to `cause`."""
+    def count_wait(self) -> None:
+        """Count the time since it was last tried as a wait for `cause`."""
         now = time.monotonic()
-        if self.tried:
-            self.waited[self.cause] = self.waited.get(self.cause, 0.0) + now - self.tried
-        self.tried = now
+        if self.tried_at:
+            self.waited[self.cause] = self.waited.get(self.cause, 0.0) + now - self.tried_at
+        self.tried_at = now
 
-    def waited_for(self) -> list[tuple[str, str, float]]:
-        """Waits of the request until now: (peer, reason, seconds); empty if there were none."""
-        if self.tried:
-            self.put_down()
+    def waits(self) -> list[tuple[str, str, float]]:
+        """Waits of the request so far: (peer, reason, seconds)."""
+        if self.tried_at:
+            self.count_wait()
         return [(*cause, seconds) for cause, seconds in self.waited.items()]
 
 
 def parse(peer: int, message: dict[str, Any]) -> Request:
-    """Request in ``message``; BadMessage if it is none."""
+    """Request in ``message``. BadMessage: it is malformed."""
     try:
-        number, incarnation, patience = (
-            message["id"],
-            message["incarnation"],
-            float(message["patience"]),
-        )
-        may_stand = float(message.get("may_stand", 0.0))
-        client, group, op, args = (
-            message["client"],
-            message["group"],
-            message["op"],
-            message["args"],
-        )
+        number, incarnation = message["id"], message["incarnation"]
+        client, group, op = message["client"], message["group"], message["op"]
+        args, patience = message["args"], float(message["patience"])
+        max_pause_s = float(message.get("may_stand", 0.0))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadMessage(f"{type(error).__name__}: {error}") from error
-    good = (
-        is_whole(number)
-        and is_whole(incarnation)
-        and is_text(client)
-        and is_text(group)
-        and is_text(op)
+    are_valid = (
+        all(map(is_whole, (number, incarnation)))
+        and all(map(is_text, (client, group, op)))
+        and type(args) is dict
     )
-    finite = 0 <= patience < float("inf") and 0 <= may_stand < float("inf")
-    if not good or min(number, incarnation) < 0 or type(args) is not dict or not finite:
+    is_finite = 0 <= patience < float("inf") and 0 <= max_pause_s < float("inf")
+    if not are_valid or min(number, incarnation) < 0 or not is_finite:
         raise BadMessage("a part of the request has the wrong type")
-    since = time.monotonic()
-    deadline, key = since + min(patience, _MAX_PATIENCE_S), f"{client}#{number}"
+    now = time.monotonic()
     return Request(
-        peer, number, key, (group, incarnation), op, args, since, deadline, may_stand_s=may_stand
+        peer,
+        number,
+        f"{client}#{number}",
+        (group, incarnation),
+        op,
+        args,
+        received_at=now,
+        deadline=now + min(patience, _MAX_PATIENCE_S),
+        max_pause_s=max_pause_s,
     )
 
 
@@ -147,80 +143,88 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 class Schema:
-    """The arguments of an operation, as its handler's annotations say.
+    """The arguments of an operation, from the annotations of its handler.
 
     >>> def handler(service, request, step: int, name: str = ""): ...
-    >>> Schema(handler).complaint({"step": "x"})
+    >>> Schema(handler).find_fault({"step": "x"})
     "step: found 'x', expected int"
     """
 
     def __init__(self, handler: Callable) -> None:
         parameters = list(inspect.signature(handler).parameters.values())
-        self._given = {parameter.name for parameter in parameters[:2]}
-        """Names of the parameters that the service itself fills in."""
-        parameters = parameters[2:]
-        named = [
-            parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
+        self._own_names = {parameter.name for parameter in parameters[:2]}
+        """Names of the parameters that the service passes itself."""
+        arguments = [
+            parameter for parameter in parameters[2:] if parameter.kind is not parameter.VAR_KEYWORD
         ]
-        self._types = {parameter.name: parameter.annotation for parameter in named}
+        self._types = {argument.name: argument.annotation for argument in arguments}
         self._checks = {name: _TYPES[annotation] for name, annotation in self._types.items()}
-        self._needed = {
-            parameter.name for parameter in named if parameter.default is parameter.empty
+        self._required = {
+            argument.name for argument in arguments if argument.default is argument.empty
         }
-        self._open = len(named) < len(parameters)
+        self._is_open = len(arguments) < len(parameters) - 2
 
-    def complaint(self, args: Args) -> str:
-        """Complaint about ``args``; empty: they are as they should be."""
-        if not self._needed <= args.keys():
-            return f"{min(self._needed - args.keys())} is missing"
+    def find_fault(self, args: Args) -> str:
+        """What is wrong with ``args``; empty: they are valid."""
+        if not self._required <= args.keys():
+            return f"{min(self._required - args.keys())} is missing"
         for name, value in args.items():
             if name not in self._checks:
-                if not self._open or not is_text(name) or name in self._given:
+                if not self._is_open or not is_text(name) or name in self._own_names:
                     return f"{reprlib.repr(name)} is unknown, allowed: {', '.join(self._checks)}"
             elif not self._checks[name](value):
                 return f"{name}: found {reprlib.repr(value)}, expected {self._types[name]}"
         return ""
 
 
-def rows_of(summaries: list[dict], fields: list[str]) -> list[Row]:
-    """The rows of a put, by prompt group; Refused if one is not as it should be."""
-    rows: list[Row] = []
-    generated = "token_ids" in fields
+def parse_groups(summaries: list[dict], fields: list[str]) -> list[PutGroup]:
+    """The prompt groups of a put. Refused: one is malformed."""
+    groups: list[PutGroup] = []
     for summary in summaries:
-        row = ticket, episodes, lengths, codes = tuple(map(summary.get, _ROW))
-        good = (
-            type(ticket) is int
-            and type(episodes) is bytes
-            and episodes
-            and max(episodes) <= MAX_ROWS
-        )
-        good = good and type(codes) is list and _WHOLE.issuperset(map(type, codes))
-        if not good or not is_packed(lengths, sum(episodes) if generated else 0):
+        group = _parse_group(summary, "token_ids" in fields)
+        if group is None:
+            expected = ", ".join(_GROUP_KEYS)
             raise Refused(
-                "refused", f"put: rows: found {reprlib.repr(summary)}, expected {', '.join(_ROW)}"
+                "refused", f"put: rows: found {reprlib.repr(summary)}, expected {expected}"
             )
-        if "old_logprob_version" in fields and not codes:
+        if "old_logprob_version" in fields and not group[3]:
             raise Refused(
-                "refused", f"put: ticket {ticket} has an old_logprob_version, but names none"
+                "refused", f"put: ticket {group[0]} has an old_logprob_version, but names none"
             )
-        rows.append(row)
-    if len({row[0] for row in rows}) < len(rows):
-        raise Refused("refused", "put: a ticket is there twice; a prompt group comes in one piece")
-    return rows
+        groups.append(group)
+    if len({group[0] for group in groups}) < len(groups):
+        raise Refused("refused", "put: a ticket occurs twice; a prompt group is put in one piece")
+    return groups
 
 
-def check_size(what: str, value: dict) -> None:
-    """Refused if ``value``, which others are told of, is larger than a few kilobytes, or nested
-    deeply."""
+def _parse_group(summary: dict, generated: bool) -> PutGroup | None:
+    """The prompt group of a summary; None: it is malformed."""
+    ticket, episodes, lengths, codes = (summary.get(name) for name in _GROUP_KEYS)
+    if type(ticket) is not int or type(episodes) is not bytes or not episodes:
+        return None
+    if max(episodes) > MAX_ROWS or type(codes) is not list:
+        return None
+    if not _ONLY_INT.issuperset(map(type, codes)):
+        return None
+    if not is_packed(lengths, sum(episodes) if generated else 0):
+        return None
+    return ticket, episodes, lengths, codes
+
+
+def check_size(name: str, value: dict) -> None:
+    """Refused: ``value``, which is passed on to others, is larger than a few kilobytes, or nested
+    too deeply."""
     size = len(msgpack.packb(value))
     if size > MAX_OPAQUE_BYTES:
-        raise Refused("refused", f"{what}: {size} bytes, allowed {MAX_OPAQUE_BYTES}")
+        raise Refused("refused", f"{name}: {size} bytes, allowed {MAX_OPAQUE_BYTES}")
     if _is_deeper(value, MAX_OPAQUE_DEPTH):
-        raise Refused("refused", f"{what}: nested too deeply, allowed {MAX_OPAQUE_DEPTH} levels")
+        raise Refused("refused", f"{name}: nested too deeply, allowed {MAX_OPAQUE_DEPTH} levels")
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    inner = value.values() if type(value) is dict else value if type(value) is list else ()
-    return not levels or any(
-        _is_deeper(one, levels - 1) for one in inner if type(one) in (dict, list)
-    )
+    if not levels:
+        return True
+    inner = list(value.values()) if type(value) is dict else value
+    if type(inner) is not list:
+        return False
+    return any(_is_deeper(item, levels - 1) for item in inner if type(item) in (dict, list))

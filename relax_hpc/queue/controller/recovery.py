@@ -1,5 +1,5 @@
-"""Start of a controller: the state that earlier ones journaled, and a run directory without their
-leftovers."""
+"""Start of a controller: restore the state from the journal, and delete leftovers of earlier
+controllers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.queue.storage.shard import SHARD_NAME
 
 
-def recovered(journal: Journal, snapshots: Snapshots, event_log: EventLog) -> QueueState:
-    """State that the journal records, or a snapshot with the records since; events.jsonl is written
-    anew as it goes.
+def recover_state(journal: Journal, snapshots: Snapshots, event_log: EventLog) -> QueueState:
+    """State of the journal: from a snapshot with the records since, or from all records. It writes
+    events.jsonl again.
 
-    FencedError: a successor has begun meanwhile.
+    FencedError: a successor has started.
     """
     snapshot = _newest_snapshot(journal, snapshots, event_log)
-    state, after = (
-        (snapshot.state, snapshot.position) if snapshot else (QueueState(snapshots.plan), None)
-    )
-    for number, record in enumerate(journal.replay(after)):
+    state = snapshot.state if snapshot else QueueState(snapshots.plan)
+    for number, record in enumerate(journal.replay(snapshot.position if snapshot else None)):
         state.apply(record)
         if number % 1000 == 0:
             event_log.write(state.events.take_lines())
@@ -42,8 +40,8 @@ def recovered(journal: Journal, snapshots: Snapshots, event_log: EventLog) -> Qu
 def _newest_snapshot(
     journal: Journal, snapshots: Snapshots, event_log: EventLog
 ) -> Snapshot | None:
-    """The newest that can be used; its events are in the new events.jsonl."""
-    for path in snapshots.found():
+    """The newest usable snapshot. Its events are already written to the new events.jsonl."""
+    for path in snapshots.paths():
         try:
             snapshot = snapshots.load(path)
         except SnapshotError as error:
@@ -55,57 +53,53 @@ def _newest_snapshot(
 
 
 def note_torn_tails(service: QueueService) -> None:
-    """Print what was cut off from the journal."""
+    """Print and record which incomplete records were cut off from the journal."""
     journal = service.journal
-    for name, size in journal.cut.items():
+    for name, size in journal.torn_bytes.items():
         print(
-            f"{journal.folder / name}: the last {size} bytes are no whole record and were cut off",
+            f"{journal.folder / name}: cut off the last {size} bytes, which are no whole record",
             flush=True,
         )
         service.record(op="note", what="torn_tail", name=name, reason="journal")
 
 
-def end_former_groups(service: QueueService, all_of_them: bool) -> None:
-    """End former groups, for which nobody speaks after a resume with other groups: what they hold
-    comes back.
+def end_former_groups(service: QueueService, all_groups: bool) -> None:
+    """End incarnations of groups that this run no longer has, after a resume with other groups.
+    Their tickets and leases are taken back.
 
-    So it is with ``all_of_them`` if the journal may lack what they were told: they begin again with
-    what it has.
+    ``all_groups``: end the others too, because the journal may lack records whose replies they have
+    seen. They start again from the state of the journal.
     """
     members = service.state.members
     for group, incarnation in members.incarnations.items():
-        gone = not service.plan.knows(group) or (
-            all_of_them and group.partition("-")[0] != SUPERVISOR
-        )
-        if gone and not members.lowest_allowed((group, incarnation)):
+        is_supervisor = group.partition("-")[0] == SUPERVISOR
+        must_end = not service.plan.knows(group) or (all_groups and not is_supervisor)
+        if must_end and not members.lowest_allowed((group, incarnation)):
             service.record(op="down", group=group, incarnation=incarnation)
 
 
-def sweep(run: RunDir, state: QueueState) -> None:
-    """Remove the files of shards that are garbage, or were never put by a group incarnation that is
-    over.
+def delete_leftovers(run: RunDir, state: QueueState) -> None:
+    """Delete files of shards that are garbage, or that an ended incarnation never put.
 
-    A living one's are left alone: its put may have been sent to an earlier controller and be sent
-    again.
+    Files of a living incarnation stay: it may have sent its put to an earlier controller, and will
+    repeat it.
     """
-    needed, garbage = state.shards.numbers, set(state.shards.take_garbage())
+    used, garbage = state.shards.numbers, set(state.shards.take_garbage())
     for path in run.shards.iterdir():
-        made = SHARD_NAME.match(path.name)
-        orphan = (
-            made
-            and path.name not in needed
-            and state.members.lowest_allowed((made[1], int(made[2])))
-        )
-        orphan = orphan or (GATHERED_NAME.match(path.name) and path.name not in needed)
-        if orphan or path.name in garbage:
-            remove(str(path))
+        shard = SHARD_NAME.match(path.name)
+        is_orphan = GATHERED_NAME.match(path.name) is not None
+        if shard and state.members.lowest_allowed((shard[1], int(shard[2]))):
+            is_orphan = True
+        if path.name in garbage or (is_orphan and path.name not in used):
+            delete_file(str(path))
     if run.media.exists():
         with contextlib.suppress(OSError):
             MediaStore(run.media).remove_all_except(state.media.counts)
 
 
-def remove(path: str) -> None:
-    """A file that nobody needs. What cannot be removed now the next controller finds (`sweep`)."""
+def delete_file(path: str) -> None:
+    """Delete an unused file. If that fails for now, the next controller deletes it
+    (`delete_leftovers`)."""
     try:
         os.unlink(path)  # noqa: PTH108
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Functions by the operation that they carry out, each registered where it is written."""
+"""Registries of functions by operation. Each function is registered at its definition."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ F = TypeVar("F", bound=Callable)
 
 
 class Registry(dict[str, Callable]):
-    """
+    """Functions by the name of their operation.
+
     >>> greetings = Registry()
     >>> @greetings.add("hello")
     ... def greet(name): return f"hello {name}"
@@ -18,7 +19,7 @@ class Registry(dict[str, Callable]):
     """
 
     def add(self, op: str) -> Callable[[F], F]:
-        """Register the function behind it for ``op``, which no other has."""
+        """Decorator that registers a function for ``op``. Each operation has one function."""
 
         def register(function: F) -> F:
             if op in self:
@@ -32,10 +33,10 @@ class Registry(dict[str, Callable]):
 
 
 APPLIERS = Registry()
-"""Functions that carry out a journal record, by its `op`: (state, **the rest of it), which change
-the state alone."""
+"""Functions that apply a journal record, by its `op`: (state, **other keys of the record). They
+change only the state."""
 applies = APPLIERS.add
 HANDLERS = Registry()
-"""Functions that answer a request, by its `op`: (service, request, **its arguments); annotations
-are their types."""
+"""Functions that answer a request, by its `op`: (service, request, **arguments). Annotations are
+the types of the arguments."""
 handles = HANDLERS.add

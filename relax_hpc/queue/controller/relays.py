@@ -1,8 +1,7 @@
-"""Relays of a version of the weights: of many nodes a few read it from its maker, the others from
-them.
+"""Relays of a version of the weights: a few nodes read it from its producer, other nodes from them.
 
-In the hub's memory alone: whoever asks a hub that has begun anew is among its first, and reads from
-the maker.
+Relays are only in the hub's memory. After a restart of the hub, the first reader that asks reads
+from the producer.
 """
 
 from __future__ import annotations
@@ -14,31 +13,31 @@ from relax_hpc.base.versions import Version
 from relax_hpc.queue.records import Owner
 
 FAN_OUT = 2
-"""Nodes that read from the same one: one link carries so many copies, and there are few nodes one
-after the other."""
+"""Number of nodes that read from the same node: one link carries this many copies, and the chain of
+nodes stays short."""
 Where = Mapping[str, Any]
 
 
-def ancestors(place: int) -> list[int]:
-    """Numbers of the nodes from which number ``position`` takes a version, the best first; behind
-    them all is its maker.
+def ancestors(index: int) -> list[int]:
+    """Indices of the nodes from which node ``index`` can read, the best first. The producer comes
+    after them.
 
-    >>> [ancestors(place) for place in range(7)]
+    >>> [ancestors(index) for index in range(7)]
     [[], [], [0], [0], [1], [1], [2, 0]]
     """
-    found = []
-    while place >= FAN_OUT:
-        place = place // FAN_OUT - 1
-        found.append(place)
-    return found
+    indices = []
+    while index >= FAN_OUT:
+        index = index // FAN_OUT - 1
+        indices.append(index)
+    return indices
 
 
 class Relays:
-    """Readers of each version on other nodes, in the order in which they came, and where each
-    passes on what it has."""
+    """Readers of each version on other nodes, in the order in which they came, and where each of
+    them forwards the version."""
 
     def __init__(self) -> None:
-        self._lines: dict[Version, dict[str, tuple[Owner, Where]]] = {}
+        self._readers: dict[Version, dict[str, tuple[Owner, Where]]] = {}
 
     def join(
         self,
@@ -48,19 +47,19 @@ class Relays:
         where: Where,
         is_over: Callable[[Owner], object],
     ) -> list[Where]:
-        """Places from which ``reader`` takes ``version``, the best first, without those whose time
+        """Where ``reader`` can pull ``version``, the best first, without readers whose incarnation
         ``is_over``.
 
-        It keeps its place if it asks again, so nobody ever comes to wait for who waits for it.
+        A reader keeps its index if it asks again. So no reader can ever wait for itself.
         """
-        line = self._lines.setdefault(version, {})
-        line[reader] = owner, where
-        came = list(line.values())
-        chain = [came[place] for place in ancestors(list(line).index(reader))]
-        return [where for owner, where in chain if not is_over(owner)]
+        readers = self._readers.setdefault(version, {})
+        readers[reader] = owner, where
+        in_order = list(readers.values())
+        sources = [in_order[index] for index in ancestors(list(readers).index(reader))]
+        return [where for owner, where in sources if not is_over(owner)]
 
     def keep(self, versions: Collection[Version]) -> None:
-        """Keep the relays of some versions, and forget all others."""
-        self._lines = {
-            version: line for version, line in self._lines.items() if version in versions
+        """Forget the relays of all other versions."""
+        self._readers = {
+            version: readers for version, readers in self._readers.items() if version in versions
         }

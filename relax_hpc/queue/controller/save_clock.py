@@ -1,8 +1,8 @@
 """Clock of checkpoints that are due by time (`checkpoint.every_s`).
 
-The hub decides, so that all ranks of all trainers save the same step, whatever their own clocks
-say. It decides one step ahead, when the first trainer has trained the step before: a trainer learns
-it from the answer that it waits for anyway, before its next update.
+The hub decides, so that all ranks of all trainers save the same step, whatever their clocks
+show. It decides one step ahead, when the first trainer has trained the step before. A trainer
+gets the decision with an answer for which it waits anyway, before its next update.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from relax_hpc.config.schema import CheckpointConfig
 
 
 class SaveClock:
-    """Seconds since the last step whose end was saved. They begin with the first step that this
-    controller sees trained."""
+    """Seconds since the last saved step. They begin with the first step that is trained under this
+    controller."""
 
     def __init__(
         self, settings: CheckpointConfig, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """``now``: seconds of a clock that never goes back."""
+        """``now``: seconds of a monotonic clock."""
         self.every, self.every_s = settings.every, settings.every_s
         self._now = now
         self._saved_at: float | None = None
@@ -29,8 +29,8 @@ class SaveClock:
     def is_next_due(self, steps: int, saved: bool) -> bool:
         """Whether time requires a checkpoint after the next step. Call it once for each step.
 
-        ``steps``: number of trained steps. ``saved``: whether their end is saved because time
-        required it. The next step is expected to take as long as this one.
+        ``steps``: number of trained steps. ``saved``: whether the last of them is saved because
+        time required it. The next step is expected to take as long as the last one.
         """
         now = self._now()
         step_s = 0.0 if self._trained_at is None else now - self._trained_at

@@ -1,15 +1,14 @@
-"""The queue controller: one process, one writer. Requests come over TCP, effects go through the
-journal.
+"""The queue controller: one process, which alone writes the journal. Requests come over TCP.
 
-A request that cannot be answered yet (no rows, no ticket, no newer version) waits and is answered
-the moment it can, so nobody polls.
+A request that cannot be answered yet (no rows, no ticket, no newer version) waits, and is answered
+as soon as it can be. So no client polls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from relax_hpc.base.disk_waits import WriteRetry, is_temporary, retry_write
@@ -22,11 +21,11 @@ from relax_hpc.queue.controller.gathering import Gatherer, journal_files
 from relax_hpc.queue.controller.journal import Journal
 from relax_hpc.queue.controller.messages import Refused, Request, parse
 from relax_hpc.queue.controller.recovery import (
+    delete_file,
+    delete_leftovers,
     end_former_groups,
     note_torn_tails,
-    recovered,
-    remove,
-    sweep,
+    recover_state,
 )
 from relax_hpc.queue.controller.service import LEASE_S, QueueService
 from relax_hpc.queue.controller.snapshots import RECORDS, Snapshots
@@ -34,25 +33,25 @@ from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.controller.waiting import NotYet
 from relax_hpc.queue.plan import Plan
 
-Reply = dict[str, Any]
-TELLING = ("beat", "status")
-"""Requests that are answered whatever becomes of the journal: they tell whom to wait for."""
-_LOOK_S = 0.05
-"""Seconds between looks for a successor while nothing changes, at most."""
+ALWAYS_ANSWERED = ("beat", "status")
+"""Requests that are answered even while the journal cannot be written, so that clients know for
+what they wait."""
+_CHECK_S = 0.05
+"""Most seconds between two checks for a successor while nothing changes."""
 _LATE_S = 1.0
-"""Seconds that the journal may be late with durability `none`, at most."""
+"""Most seconds by which the journal may be late with durability `none`."""
 
 
-class Answer(NamedTuple):
-    """Answer to a request of one peer."""
+class Reply(NamedTuple):
+    """Reply to a request of one peer."""
 
     peer: int
     op: str
-    reply: Reply
+    content: dict[str, Any]
 
 
 class Controller:
-    """Serves one run."""
+    """The controller of one run."""
 
     def __init__(
         self,
@@ -68,15 +67,15 @@ class Controller:
         """``gathers``: a child of this process gathers the rows that are kept, see `gathering`."""
         self.run = run
         durable, self.late_s = durability == "commit", _LATE_S if durability == "none" else 0.0
-        self._journal_at, self._shards = 0.0, str(run.shards)
+        self._commit_at, self._shards = 0.0, str(run.shards)
         journal = retry_write(run.journal, lambda: Journal(run.journal, incarnation, durable))
         self.stuck = WriteRetry(journal.path)
-        """Patience that is true while the journal cannot be written: nobody is told of anything, or
-        waits in vain."""
-        self._unsent: list[Answer] = []
-        """Answers whose changes are not in the journal yet."""
-        self._later: list[Request] = []
-        """Requests that have come while the journal could not be written."""
+        """True while the journal cannot be written. Then no change is answered, and no request
+        times out."""
+        self._unsent: list[Reply] = []
+        """Replies that follow from records which are not in the journal yet."""
+        self._postponed: list[Request] = []
+        """Requests that came while the journal could not be written."""
         folder = run.journal.with_name("snapshots")
         self.snapshots = retry_write(
             folder, lambda: Snapshots(folder, plan, durable, snapshot_every)
@@ -84,11 +83,11 @@ class Controller:
         self.event_log = EventLog(run.events, incarnation)
         self.gatherer = Gatherer(run.shards, incarnation) if gathers else None
         self.journal, self.incarnation = journal, incarnation
-        state = recovered(journal, self.snapshots, self.event_log)
+        state = recover_state(journal, self.snapshots, self.event_log)
         self.service = QueueService(plan, incarnation, state, journal, lease_s)
         note_torn_tails(self.service)
-        end_former_groups(self.service, all_of_them=self.late_s > 0)
-        sweep(run, state)
+        end_former_groups(self.service, all_groups=self.late_s > 0)
+        delete_leftovers(run, state)
         self.listener = Listener(
             create_listening_socket(host), run.token(), controller_purpose(incarnation)
         )
@@ -101,28 +100,28 @@ class Controller:
     # -- loop --------------------------------------------------------------------------------------
 
     def serve(self, until: Callable[[], bool]) -> None:
-        """Answer requests until ``until()``; asked at least once a second. FencedError once there
-        is a successor."""
-        look_at = 0.0
+        """Answer requests until ``until()``, which is called at least once a second. FencedError:
+        there is a successor."""
+        check_at = 0.0
         while not until():
-            self._unsent += self._take(self.listener.receive(self._patience()))
+            self._unsent += self._take(self.listener.receive(self._wait_s()))
             self.service.refused_connections = self.listener.refused
             wrote = self._commit()
-            # A change counts only if a successor replays it, so look before telling of it; other
-            # answers may be late.
-            if wrote or time.monotonic() >= look_at:
-                look_at = time.monotonic() + _LOOK_S
-                self._look()
-            self._tell()
+            # A change counts only if a successor replays it. So the check for a successor comes
+            # between the commit and the replies. If nothing changed, it may be late.
+            if wrote or time.monotonic() >= check_at:
+                check_at = time.monotonic() + _CHECK_S
+                self._check_newest()
+            self._send_replies()
             if not self.stuck and (not self.late_s or wrote):
                 self._after_replies()
 
     def _commit(self) -> bool:
-        """Have the journal hold what was done, before anybody is told of it unless it may be late;
-        whether it did."""
-        if not self.stuck.is_due() or (self.late_s and time.monotonic() < self._journal_at):
+        """Write new records to the journal, before their replies are sent; with durability `none`,
+        at most once in `_LATE_S`. Whether records were written."""
+        if not self.stuck.is_due() or (self.late_s and time.monotonic() < self._commit_at):
             return False
-        self._journal_at = time.monotonic() + self.late_s
+        self._commit_at = time.monotonic() + self.late_s
         try:
             wrote = self.journal.commit()
         except OSError as error:
@@ -131,29 +130,32 @@ class Controller:
         self.stuck.note_success()
         return wrote
 
-    def _tell(self) -> None:
-        """Send the answers that there are: while the journal is stuck those alone that say whom to
-        wait for."""
-        answers, self._unsent = self._unsent, []
-        for answer in answers:
-            if self.stuck and answer.op not in TELLING:
-                self._unsent.append(answer)
+    def _send_replies(self) -> None:
+        """Send all replies; while the journal cannot be written, only those that are always
+        answered."""
+        replies, self._unsent = self._unsent, []
+        for reply in replies:
+            if self.stuck and reply.op not in ALWAYS_ANSWERED:
+                self._unsent.append(reply)
                 continue
             if self.stuck:
-                # It may follow from what is not in the journal.
-                answer.reply.get("result", {}).pop("free", None)
-            self.listener.send(answer.peer, pack(answer.reply))
+                # Which shards can be freed may depend on records that are not in the journal.
+                reply.content.get("result", {}).pop("free", None)
+            self.listener.send(reply.peer, pack(reply.content))
 
-    def _patience(self) -> float:
+    def _wait_s(self) -> float:
+        """Most seconds to wait for messages."""
         if self.stuck:
-            until = self.stuck.next_try
+            wake_at = self.stuck.next_try
+        elif self._postponed or self.state.woken:
+            wake_at = 0.0
         else:
-            until = 0.0 if self._later or self.state.woken else self.service.waiting.next_deadline()
-        return max(0.0, min(1.0, until - time.monotonic()))
+            wake_at = self.service.waiting.next_deadline()
+        return max(0.0, min(1.0, wake_at - time.monotonic()))
 
-    def _look(self) -> None:
-        """Check that this controller is still the newest. While the disk does not say, nobody is
-        told of anything."""
+    def _check_newest(self) -> None:
+        """Check that there is no successor. If the disk fails, no reply is sent until it
+        answers."""
         try:
             self.journal.check_newest()
             self.event_log.check()
@@ -164,27 +166,28 @@ class Controller:
         self.event_log.write(self.state.events.take_lines())
         self.event_log.flush()
         for name in self.state.shards.take_garbage():
-            # Building a path costs more than the rest of it.
-            remove(f"{self._shards}/{name}")
+            # A Path object would cost more than the rest of this loop.
+            delete_file(f"{self._shards}/{name}")
         for media_id in self.state.media.take_garbage():
-            remove(str(self.run.media / media_id))
+            delete_file(str(self.run.media / media_id))
         if self.snapshots.due(self.journal.records):
             log = self.event_log
             self.snapshots.take(
                 self.state, self.journal.records, self.journal.position, log.extent, log.fileno()
             )
-        # A snapshot holds nothing that the journal does not.
-        if self.gatherer and (ended := self.gatherer.look(self.state)):
-            journal_files(self.service, *ended)
+        # Files are journaled after the snapshot, which must contain nothing beyond the journal.
+        gathered = self.gatherer.poll(self.state) if self.gatherer else None
+        if gathered:
+            journal_files(self.service, *gathered)
 
     def close(self) -> None:
-        """Flush and release everything. What the journal's disk does not take by now nobody was
-        told of."""
+        """Flush and release everything. Records that cannot be written now are lost; their replies
+        were not sent."""
         try:
             self.journal.commit()
             self._after_replies()
-            for ended in self.gatherer.last(self.state) if self.gatherer else ():
-                journal_files(self.service, *ended)
+            for gathered in self.gatherer.finish(self.state) if self.gatherer else ():
+                journal_files(self.service, *gathered)
                 self.journal.commit()
                 self._after_replies()
         except OSError as error:
@@ -199,40 +202,39 @@ class Controller:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _take(self, payloads: list[tuple[int, Bytes]]) -> list[Answer]:
-        """Take what has come; the answers that there are now. What it does is committed
+    def _take(self, payloads: Sequence[tuple[int, Bytes]]) -> list[Reply]:
+        """Handle messages; the replies that are possible now. Their records are committed
         together."""
-        answers: list[Answer] = []
+        replies: list[Reply] = []
         for request in self._requests(payloads):
-            if self.stuck and request.op not in TELLING:
-                self._later.append(request)
-            elif not self._answer(request, answers):
+            if self.stuck and request.op not in ALWAYS_ANSWERED:
+                self._postponed.append(request)
+            elif not self._answer(request, replies):
                 self.service.waiting.add(request)
-        self.service.look_for_members()
+        self.service.update_presence()
         if self.stuck:
-            return answers
-        # Who waited is told first: its work is late, while who put something goes on to write its
-        # file.
-        waited: list[Answer] = []
+            return replies
+        # Requests that waited are answered first, because work waits for them. A client that has
+        # put rows is busy with their file anyway.
+        waited: list[Reply] = []
         waiting = self.service.waiting
         waiting.wake(self.state.woken, lambda request: self._answer(request, waited))
-        answers = waited + answers
+        replies = waited + replies
         for request in waiting.take_overdue():
-            if self._answer(request, answers):
+            if self._answer(request, replies):
                 continue
-            if self._put_off(request):
+            if self._extend_deadline(request):
                 waiting.add(request)
             else:
-                reply = self._reply(request, error=self._overdue(request), kind="deadline")
-                answers.append(Answer(request.peer, request.op, reply))
-        return answers
+                error = self._overdue_message(request)
+                replies.append(self._reply(request, error=error, kind="deadline"))
+        return replies
 
-    def _requests(self, payloads: list[tuple[int, Bytes]]) -> list[Request]:
-        """Requests that can be looked at now: first those put off until later, then those that have
-        come."""
-        found: list[Request] = []
+    def _requests(self, payloads: Sequence[tuple[int, Bytes]]) -> list[Request]:
+        """Requests to handle now: first the postponed ones, then those of ``payloads``."""
+        requests: list[Request] = []
         if not self.stuck:
-            found, self._later = self._later, []
+            requests, self._postponed = self._postponed, []
         for peer, payload in payloads:
             try:
                 request = parse(peer, unpack(payload))
@@ -240,49 +242,47 @@ class Controller:
                 self.listener.refuse(peer)
                 continue
             request.paused_s = self.service.presence.paused_s
-            found.append(request)
-        return found
+            requests.append(request)
+        return requests
 
-    def _put_off(self, request: Request) -> bool:
-        """Whether a request has more time, as clocks have stood since it came."""
-        paused_s = min(self.service.presence.paused_s - request.paused_s, request.may_stand_s)
-        request.deadline, request.paused_s = (
-            request.deadline + paused_s,
-            self.service.presence.paused_s,
-        )
-        request.may_stand_s -= paused_s
-        return paused_s > 0
+    def _extend_deadline(self, request: Request) -> bool:
+        """Move the deadline by the time for which timeouts were paused since the last look; whether
+        it moved."""
+        paused_s = self.service.presence.paused_s
+        added_s = min(paused_s - request.paused_s, request.max_pause_s)
+        request.deadline += added_s
+        request.paused_s = paused_s
+        request.max_pause_s -= added_s
+        return added_s > 0
 
-    def _answer(self, request: Request, answers: list[Answer]) -> bool:
-        """Whether there is an answer, which is in ``answers`` then."""
+    def _answer(self, request: Request, replies: list[Reply]) -> bool:
+        """Handle a request and add its reply to ``replies``; False: it has to wait."""
         try:
             reply = self._reply(request, result=self.service.handle(request))
         except Refused as refusal:
             reply = self._reply(request, error=str(refusal), kind=refusal.kind)
         except NotYet as wait:
-            request.put_down()
-            request.topic, request.why, request.common = wait.topic, wait.why, wait.common
+            request.count_wait()
+            request.topic, request.reason, request.common = wait.topic, wait.reason, wait.common
             request.cause = wait.cause
             return False
-        answers.append(Answer(request.peer, request.op, reply))
+        replies.append(reply)
         return True
 
-    def _overdue(self, request: Request) -> str:
-        """Message of an overdue request: what was waited for, how long, how far the run is, and
-        where to look."""
-        what = " ".join(
-            [
-                request.op,
-                *(str(request.args[name]) for name in ("task", "reader") if name in request.args),
-            ]
-        )
-        at = ", ".join(f"{count} {name}" for name, count in self.state.tickets.depth().items())
-        why = f" ({request.why})" if request.why else ""
+    def _overdue_message(self, request: Request) -> str:
+        """Error message of an overdue request: for what it waited, how long, how far the run is,
+        and which logs to open."""
+        subjects = [str(request.args[name]) for name in ("task", "reader") if name in request.args]
+        subject = " ".join([request.op, *subjects])
+        depth = ", ".join(f"{count} {name}" for name, count in self.state.tickets.depth().items())
+        reason = f" ({request.reason})" if request.reason else ""
+        waited_s = time.monotonic() - request.received_at
         return (
-            f"{what}: nothing came for {time.monotonic() - request.since:.1f} s{why}; trained "
-            f"steps: {self.state.progress.trained_steps}, prompt groups: {at}; open the logs of "
+            f"{subject}: nothing came for {waited_s:.1f} s{reason}; trained "
+            f"steps: {self.state.progress.trained_steps}, prompt groups: {depth}; open the logs of "
             f"the group that is behind in {self.run.root / 'logs'}"
         )
 
     def _reply(self, request: Request, **content: Any) -> Reply:
-        return {"id": request.id, "hub_incarnation": self.incarnation, **content}
+        head = {"id": request.id, "hub_incarnation": self.incarnation}
+        return Reply(request.peer, request.op, {**head, **content})

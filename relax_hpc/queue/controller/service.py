@@ -1,9 +1,9 @@
-"""The queue's service: each request is checked, journaled, applied and answered; no sockets here.
+"""The queue's service: it checks, journals, applies and answers each request. It has no sockets.
 
-What is done for a request says its handler (`controller.handlers`), registered by the request's
-`op`; the annotations of its arguments are the request's schema. It returns the answer, or raises
-NotYet with what the request waits for. Requests are idempotent: a client that lost the reply, or
-its controller, asks again.
+The handler of a request (`controller.handlers`) is registered by the request's `op`. The
+annotations of its arguments are the request's schema. It returns the answer, or raises NotYet with
+the topic for which the request waits. Requests are idempotent: a client repeats a request if the
+reply or the controller was lost.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SCHEMAS = {op: Schema(handler) for op, handler in handlers.HANDLERS.items()}
 
 
 class BrokenStateError(RelaxError):
-    """A record could not be applied after it was checked: only a replay of the journal gives a
-    state to go on with."""
+    """A record could not be applied after it was checked. The state must be restored by a replay of
+    the journal."""
 
 
 class QueueService:
-    """`on_report(role, step, values, seconds)` receives what roles report (the hub writes
-    metrics)."""
+    """`on_report(role, step, values, seconds)` receives reports of roles: the hub writes
+    metrics."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class QueueService:
         journal: Journal,
         lease_s: float = LEASE_S,
     ) -> None:
-        """``lease_s``: of groups; one without beats for so long is not there."""
+        """``lease_s``: a group without beats for this long counts as absent."""
         self.plan, self.incarnation, self.state, self.journal = plan, incarnation, state, journal
         self.waiting = WaitingRequests()
         self.presence = GroupPresence(plan.groups, lease_s, time.monotonic())
@@ -64,7 +64,7 @@ class QueueService:
         self.on_resume: Callable[[int], None] = lambda _: None
 
     def handle(self, request: Request) -> Any:
-        """Answer to a request. Refused or NotYet: there is none, or not yet."""
+        """Answer to a request. Raises Refused, or NotYet if the request has to wait."""
         schema = SCHEMAS.get(request.op)
         if schema is None:
             raise Refused("refused", f"unknown request {request.op!r:.40}")
@@ -74,18 +74,17 @@ class QueueService:
                 "refused", f"{request.op}: not for an observer, allowed {', '.join(_FOR_OBSERVERS)}"
             )
         members = self.state.members
-        if (
-            lowest := members.lowest_allowed(request.owner)
-            if incarnation != OBSERVER_INCARNATION
-            else 0
-        ):
+        is_observer = incarnation == OBSERVER_INCARNATION
+        lowest = 0 if is_observer else members.lowest_allowed(request.owner)
+        if lowest:
             raise Refused(
                 "fenced",
                 f"{group} incarnation {incarnation} is over: only incarnation {lowest} or later "
-                "may go on",
+                "may continue",
             )
-        if complaint := schema.complaint(request.args):
-            raise Refused("refused", f"{request.op}: malformed arguments: {complaint}")
+        fault = schema.find_fault(request.args)
+        if fault:
+            raise Refused("refused", f"{request.op}: malformed arguments: {fault}")
         if incarnation > members.incarnations.get(group, 0):
             self.record(op="register", group=group, incarnation=incarnation)
         try:
@@ -101,17 +100,18 @@ class QueueService:
             text = f"{request.op}: malformed arguments: {type(error).__name__}: {error}"
             raise Refused("refused", text) from error
 
-    def look_for_members(self) -> None:
-        """Look which members are there; while one is not, or a disk is full, clocks stand."""
+    def update_presence(self) -> None:
+        """Check which groups are absent. While one is absent, or a disk is full, timeouts are
+        paused."""
         full, now = bool(self.beats.disk_wait()), time.monotonic()
         self.presence.update(self.beats.latest, self.state.members.lowest_allowed, now, full)
 
     def record(self, **record: Any) -> None:
-        """Carry out a record, and journal it."""
+        """Apply a record, and journal it."""
         try:
             self.state.apply(record)
         except Exception as error:
-            # It is not journaled: its replay would fail for ever.
+            # The record is not journaled, because every replay would fail at it.
             raise BrokenStateError(
                 f"{record['op']}: cannot be applied: {type(error).__name__}: {error}"
             ) from error

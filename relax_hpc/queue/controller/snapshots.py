@@ -1,8 +1,7 @@
-"""Snapshots of the queue's state beside its journal: they keep the replay short, and nothing
-depends on them.
+"""Snapshots of the queue's state. They make the replay of the journal shorter, and nothing depends
+on them.
 
-A child process, which is a copy of the controller at one moment, writes one while the controller
-goes on.
+A forked child writes a snapshot, so that the controller can continue.
 """
 
 from __future__ import annotations
@@ -21,22 +20,23 @@ import msgpack
 
 from relax_hpc.base.rundir import write_atomic
 from relax_hpc.queue.controller.eventlog import Extent
-from relax_hpc.queue.controller.forked_work import Forked
+from relax_hpc.queue.controller.forked_work import ForkedChild
 from relax_hpc.queue.controller.journal import Position
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.plan import Plan
 
 FORMAT = 11
-"""Format of snapshots: one of another format is not used, and the journal is replayed instead."""
+"""Format of snapshots. A snapshot of another format is not used: the journal is replayed
+instead."""
 RECORDS = 50_000
 """Records between two snapshots: about a second of replay."""
 _KEEP = 2
-"""Snapshots that are kept: the previous one is there in case the newest is not whole."""
+"""Number of snapshots that are kept. The previous one is used if the newest is damaged."""
 _GROWTH = 20
-"""Bytes of the last snapshot for each record until the next one, so that all together cost less
-than the work."""
+"""A snapshot of n bytes is followed by the next after n / 20 records at the earliest, so that
+snapshots cost less than the work."""
 _LONGEST_S = 600.0
-"""Seconds after which a child counts as hanging on its filesystem."""
+"""Seconds after which a child counts as hanging in its filesystem."""
 _CLOSE_S = 1.0
 _HEAD = struct.Struct("<8sIQI")
 """Head of a snapshot: magic, format, bytes of the body, its crc."""
@@ -45,12 +45,12 @@ _NAME = re.compile(r"inc-(\d{6})-(\d{15})\.snapshot")
 
 
 class SnapshotError(ValueError):
-    """A file that is no whole snapshot of this run; the message names it and what is wrong."""
+    """A file that is no valid snapshot of this run. The message names it and the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A state, how much of the journal it covers, and of events.jsonl."""
+    """A state, and the parts of the journal and of events.jsonl that it covers."""
 
     state: QueueState
     position: Position
@@ -63,8 +63,8 @@ class Snapshots:
     def __init__(self, folder: Path, plan: Plan, durable: bool, every: int = RECORDS) -> None:
         self.folder, self.plan, self.durable, self.every = folder, plan, durable, every
         self.taken = 0
-        """Number of whole snapshots that this controller has taken."""
-        self._child = Forked(_LONGEST_S)
+        """Number of snapshots that this controller has taken."""
+        self._child = ForkedChild(_LONGEST_S)
         self._covered = 0
         self._size = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,21 +73,21 @@ class Snapshots:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def found(self) -> Iterator[Path]:
+    def paths(self) -> Iterator[Path]:
         """Files of snapshots, newest first."""
-        paths = {
-            match.groups(): path
-            for path in self.folder.iterdir()
-            if (match := _NAME.fullmatch(path.name))
-        }
-        return (paths[key] for key in sorted(paths, reverse=True))
+        by_key = {}
+        for path in self.folder.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match:
+                by_key[match.groups()] = path
+        return (by_key[key] for key in sorted(by_key, reverse=True))
 
     def load(self, path: Path) -> Snapshot:
-        """SnapshotError: the file is not whole, of another format, or of a run that was configured
-        differently."""
+        """Load a snapshot. SnapshotError: it is damaged, of another format, or of a run with
+        another configuration."""
         try:
             content = msgpack.unpackb(_body(path.read_bytes()), strict_map_key=False)
-            if content["plan"] != _plain(self.plan):
+            if content["plan"] != _plan_text(self.plan):
                 raise ValueError("the run was configured differently")
             state = QueueState.load(self.plan, content["state"])
             return Snapshot(state, Position(*content["position"]), Extent(*content["events"]))
@@ -97,17 +97,17 @@ class Snapshots:
     # -- writing -----------------------------------------------------------------------------------
 
     def due(self, records: int) -> bool:
-        """Whether to `take` one, the journal having ``records`` of this controller."""
-        self._look_after_child()
-        return not self._child.runs and records - self._covered >= max(
-            self.every, self._size // _GROWTH
-        )
+        """Whether to `take` a snapshot; ``records``: number of records in the journal of this
+        controller."""
+        self._poll_child()
+        interval = max(self.every, self._size // _GROWTH)
+        return not self._child.is_running and records - self._covered >= interval
 
     def take(
         self, state: QueueState, records: int, position: Position, events: Extent, events_file: int
     ) -> None:
-        """Start to write one; all that it covers was written. ``events_file``: descriptor of
-        events.jsonl."""
+        """Start to write a snapshot. Journal and events must have been written up to the covered
+        position. ``events_file``: descriptor of events.jsonl."""
         self._covered = records
         try:
             self._child.start(lambda: self._write(state, position, events, events_file))
@@ -123,9 +123,9 @@ class Snapshots:
         self.write(state, position, events)
 
     def write(self, state: QueueState, position: Position, events: Extent) -> Path:
-        """Write a snapshot, and remove those before the previous one; its path."""
+        """Write a snapshot, and delete all but the previous one; its path."""
         content = {
-            "plan": _plain(self.plan),
+            "plan": _plan_text(self.plan),
             "position": astuple(position),
             "events": astuple(events),
         }
@@ -134,33 +134,33 @@ class Snapshots:
         write_atomic(
             path, _HEAD.pack(_MAGIC, FORMAT, len(body), zlib.crc32(body)) + body, sync=self.durable
         )
-        for old in list(self.found())[_KEEP:]:
+        for old in list(self.paths())[_KEEP:]:
             old.unlink(missing_ok=True)
         return path
 
-    def _look_after_child(self) -> None:
-        if (status := self._child.ended()) is not None:
+    def _poll_child(self) -> None:
+        status = self._child.poll()
+        if status is not None:
             self._note_end(status)
 
     def _note_end(self, status: int) -> None:
         if status:
-            print(
-                f"no snapshot of the queue in {self.folder}: status {status} of the process that "
-                "wrote",
-                flush=True,
-            )
-        else:
-            self.taken += 1
-            with contextlib.suppress(OSError):
-                self._size = max((path.stat().st_size for path in self.found()), default=0)
+            text = f"no snapshot of the queue in {self.folder}: its process ended with {status}"
+            print(text, flush=True)
+            return
+        self.taken += 1
+        with contextlib.suppress(OSError):
+            self._size = max((path.stat().st_size for path in self.paths()), default=0)
 
     def close(self) -> None:
-        """Wait a little for the one that is being written, then give it up."""
-        if (status := self._child.wait(_CLOSE_S)) is not None:
+        """Wait a short time for a snapshot that is being written, then kill its process."""
+        status = self._child.wait(_CLOSE_S)
+        if status is not None:
             self._note_end(status)
 
 
 def _body(data: bytes) -> memoryview:
+    """The body of a snapshot. ValueError: it is damaged or of another format."""
     body = memoryview(data)[_HEAD.size :]
     magic, version, size, crc = _HEAD.unpack(data[: _HEAD.size].ljust(_HEAD.size, b"\0"))
     if magic != _MAGIC or version != FORMAT:
@@ -170,6 +170,6 @@ def _body(data: bytes) -> memoryview:
     return body
 
 
-def _plain(plan: Plan) -> str:
-    """Plan as plain values: everything that a replay depends on."""
+def _plan_text(plan: Plan) -> str:
+    """The plan as JSON text. A replay depends on all of it."""
     return json.dumps(asdict(plan), default=sorted, sort_keys=True)

@@ -1,12 +1,12 @@
-"""Topics of requests that cannot be answered yet: a change of the state names those whose wait it
-may end."""
+"""Topics for which requests wait. A change of the state names the topics of requests that it may
+allow to answer."""
 
 from __future__ import annotations
 
 ADMISSION, DISK, NEWS, TURN, ALL = "admission", "disk", "news", "turn", "all"
-"""Topics besides those that `rows_for` gives. ALL may end any wait."""
+"""Topics in addition to those of `rows_for`. ALL may end any wait."""
 
 
 def rows_for(task: str) -> str:
-    """Topic of a claim of ``task`` that waits."""
+    """Topic of waiting claims of ``task``."""
     return f"rows for {task}"

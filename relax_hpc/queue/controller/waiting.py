@@ -1,5 +1,5 @@
-"""Requests that cannot be answered yet, by what they wait for, so that a change wakes only those
-that it concerns."""
+"""Requests that cannot be answered yet, by topic, so that a change wakes only the requests that it
+concerns."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from relax_hpc.queue.controller.topics import ALL
 from relax_hpc.queue.records import Cause, Owner
 
 _ANSWERED = 1000
-"""Deadlines of answered requests, about, that are kept until a look at all of them pays."""
+"""Deadlines of answered requests that are kept before the list is cleaned."""
 
 
 class NotYet(Exception):
-    """A request cannot be answered yet: what it waits for, why in words, and whether nobody who
-    waits for it can be; and the `cause` that its time is put down to."""
+    """A request cannot be answered yet.
+
+    ``topic``: of the wait. ``reason``: for people. ``common``: no other request that waits
+    for the topic can be answered either. ``cause``: under which the time of the wait is counted.
+    """
 
     def __init__(
-        self, topic: str, why: str = "", common: bool = False, cause: Cause = ("", "")
+        self, topic: str, reason: str = "", common: bool = False, cause: Cause = ("", "")
     ) -> None:
         super().__init__(topic)
-        self.topic, self.why, self.common, self.cause = topic, why, common, cause
+        self.topic, self.reason, self.common, self.cause = topic, reason, common, cause
 
 
 class WaitingRequests:
-    """Requests that are answered once they can be; within a topic those first that came first."""
+    """Waiting requests. Within a topic, the request that came first is tried first."""
 
     def __init__(self) -> None:
         self._topics: dict[str, dict[int, Request]] = {}
@@ -46,18 +49,19 @@ class WaitingRequests:
         heapq.heappush(self._deadlines, (request.deadline, number, request.topic))
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for topic in self._topics.values() for request in topic.values())
+        return itertools.chain.from_iterable(topic.values() for topic in self._topics.values())
 
     def next_deadline(self) -> float:
-        """The first deadline, seconds of the monotonic clock; infinity without any."""
-        while self._deadlines and self._deadlines[0][1] not in self._topics.get(
-            self._deadlines[0][2], ()
-        ):
+        """The next deadline, in seconds of the monotonic clock; infinity without any."""
+        while self._deadlines:
+            deadline, number, topic = self._deadlines[0]
+            if number in self._topics.get(topic, ()):
+                return deadline
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else float("inf")
+        return float("inf")
 
     def take_overdue(self) -> list[Request]:
-        """Requests whose deadline has passed; they wait no more."""
+        """Remove and return the requests whose deadline has passed."""
         overdue, now = [], time.monotonic()
         while self.next_deadline() <= now:
             _, number, topic = heapq.heappop(self._deadlines)
@@ -65,7 +69,7 @@ class WaitingRequests:
         return overdue
 
     def drop(self, owner: Owner) -> None:
-        """Drop the requests of ``owner``: nobody waits for their answers any more."""
+        """Drop the requests of ``owner``, which has ended."""
         for topic in self._topics.values():
             for number in [number for number, request in topic.items() if request.owner == owner]:
                 del topic[number]
@@ -77,17 +81,15 @@ class WaitingRequests:
                 del topic[number]
 
     def wake(self, woken: set[str], answer: Callable[[Request], bool]) -> None:
-        """Try the requests that wait for what is in ``woken``: ``answer`` says whether it could,
-        and may add to it.
+        """Try the requests that wait for a topic in ``woken``. ``answer`` returns whether it
+        answered a request, and may add topics.
 
-        What cannot succeed, because one like it just failed, is not tried.
+        A request is not tried if an equal one has just failed.
         """
         while woken:
-            topics = (
-                list(self._topics)
-                if ALL in woken
-                else [topic for topic in self._topics if topic in woken]
-            )
+            topics = list(self._topics)
+            if ALL not in woken:
+                topics = [topic for topic in topics if topic in woken]
             woken.clear()
             for topic in topics:
                 self._wake_topic(self._topics[topic], answer)
@@ -95,14 +97,14 @@ class WaitingRequests:
     def _wake_topic(self, waiting: dict[int, Request], answer: Callable[[Request], bool]) -> None:
         failed: dict[str, Request] = {}
         for number, request in list(waiting.items()):
-            like = repr((request.op, request.args))
-            if like in failed:
-                request.put_down()
-                request.cause = failed[like].cause
+            content = repr((request.op, request.args))
+            if content in failed:
+                request.count_wait()
+                request.cause = failed[content].cause
                 continue
             if answer(request):
                 waiting.pop(number, None)
             elif request.common:
                 break
             else:
-                failed[like] = request
+                failed[content] = request

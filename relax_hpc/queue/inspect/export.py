@@ -1,5 +1,5 @@
-"""Rows of the queue for other programs: those of any step that still lie in its shards, as jsonl or
-parquet."""
+"""Export rows of the queue for other programs: rows of any step that are still in shards, as jsonl
+or parquet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Writer = Callable[[Path, Iterable[list[Row]]], None]
 
 
 class KeptRows:
-    """Rows of a run that are still there, by its journal. JournalError if that is damaged."""
+    """Rows of a run that still exist, according to its journal. JournalError: it is damaged."""
 
     def __init__(self, run: RunDir) -> None:
         self.folder = run.shards
@@ -41,49 +41,45 @@ class KeptRows:
         self._state = QueueState(self.plan)
         for _ in JournalCopy(run).replay(self._state):
             pass
-        self.spell: Callable[[list[int]], str] | None = None
-        """Decoder of tokens; None: rows have no text."""
+        self.decode_tokens: Callable[[list[int]], str] | None = None
+        """Decoder of tokens; None: rows get no text."""
         self.absent: list[int] = []
-        """Tickets that were left out, because a shard of theirs is not on disk."""
+        """Tickets that were left out, because one of their shards is not on disk."""
 
     def steps(self) -> list[int]:
-        """Steps of which there are rows, ascending."""
-        return sorted(
-            {
-                self._state.step_of(ticket)
-                for ticket, group in self._state.groups.items()
-                if group.parts
-            }
-        )
+        """Steps that have rows, ascending."""
+        groups = self._state.groups.items()
+        return sorted({self._state.step_of(ticket) for ticket, group in groups if group.parts})
 
     def rows(self, step: int) -> list[Row]:
-        """Rows of ``step`` in the order of their ids: the fields of the queue (numbers as arrays),
-        and beside them `step`, the version that was `trained` on it or None, the `versions` that
-        sampled its tokens, and what these say as `prompt` and `response`.
+        """Rows of ``step`` in the order of their ids, with the fields of the queue (numbers as
+        arrays).
 
-        ShardError, naming the file, if a shard is damaged.
+        Each row also has its `step`, the version that was `trained` on it or None, the `versions`
+        that sampled its tokens, and its text as `prompt` and `response`. ShardError, naming the
+        file: a shard is damaged.
         """
-        found, shards = list[Row](), dict[str, dict[str, Row]]()
+        rows, shards = list[Row](), dict[str, dict[str, Row]]()
         for ticket in self._tickets(step):
-            parts = self._parts(ticket)
-            if not all((self.folder / name).exists() for name, _ in parts):
+            sources = self._sources(ticket)
+            if not all((self.folder / name).exists() for name, _ in sources):
                 self.absent.append(ticket)
                 continue
-            shards |= {
-                name: record_file.read(self.folder / name)
-                for name, _ in parts
-                if name not in shards
-            }
-            for row in row_ids(ticket, self._state.groups[ticket].episodes) if parts else ():
-                found.append(
-                    self._row(step, row, [(shards[name], fields) for name, fields in parts])
-                )
-        return found
+            if not sources:
+                continue
+            for name, _ in sources:
+                if name not in shards:
+                    shards[name] = record_file.read(self.folder / name)
+            fields_of_shards = [(shards[name], fields) for name, fields in sources]
+            for name in row_ids(ticket, self._state.groups[ticket].episodes):
+                rows.append(self._row(step, name, fields_of_shards))
+        return rows
 
     def _tickets(self, step: int) -> Sequence[int]:
-        """Tickets that ``step`` has taken so far or, before that, those left that are admitted for
-        it."""
-        if (taken := sorted(self._state.tickets_of(step))) or not self._state.tasks.in_sets:
+        """Tickets that ``step`` has taken so far. If there are none, the tickets without a position
+        that are admitted for it."""
+        taken = sorted(self._state.tickets_of(step))
+        if taken or not self._state.tasks.in_sets:
             return taken
         size, groups = self.plan.prompts_per_step, self._state.groups
         return [
@@ -92,8 +88,8 @@ class KeptRows:
             if t in groups and groups[t].position == NO_STEP
         ]
 
-    def _parts(self, ticket: int) -> list[tuple[str, tuple[str, ...]]]:
-        """Shards in which fields of ``ticket`` lie, and which ones, oldest first."""
+    def _sources(self, ticket: int) -> list[tuple[str, tuple[str, ...]]]:
+        """Names of the shards that have fields of ``ticket``, with these fields, oldest first."""
         group = self._state.groups.get(ticket)
         numbered = group.parts if group else ()
         return [
@@ -102,38 +98,37 @@ class KeptRows:
         ]
 
     def _row(
-        self, step: int, name: str, parts: list[tuple[dict[str, Row], tuple[str, ...]]]
+        self, step: int, name: str, sources: list[tuple[dict[str, Row], tuple[str, ...]]]
     ) -> Row:
         row: Row = {"row_id": name, "step": step, "trained": self._trained(step), "versions": []}
-        for rows, fields in parts:
+        for rows, fields in sources:
             row |= {field: rows[name][field] for field in fields}
         sampled = sorted(sampled_versions(row)) if "token_versions" in row else ()
-        return (
-            row | {"versions": [str(Version.decode(code)) for code in sampled]} | self._texts(row)
-        )
+        row["versions"] = [str(Version.decode(code)) for code in sampled]
+        return row | self._texts(row)
 
     def _texts(self, row: Row) -> Row:
-        if self.spell is None or "token_ids" not in row:
+        if self.decode_tokens is None or "token_ids" not in row:
             return {}
-        tokens, known = row["token_ids"].tolist(), int(row["prompt_len"])
-        return {"prompt": self.spell(tokens[:known]), "response": self.spell(tokens[known:])}
+        tokens, prompt_len = row["token_ids"].tolist(), int(row["prompt_len"])
+        return {
+            "prompt": self.decode_tokens(tokens[:prompt_len]),
+            "response": self.decode_tokens(tokens[prompt_len:]),
+        }
 
     def _trained(self, step: int) -> str | None:
         """The version that was trained on ``step`` in the surviving lineage."""
-        incarnations = [
-            incarnation for incarnation, start in self._state.lineage.starts if start <= step
-        ]
-        return (
-            str(Version(incarnations[-1], step))
-            if step < self._state.progress.trained_steps
-            else None
-        )
+        if step >= self._state.progress.trained_steps:
+            return None
+        starts = self._state.lineage.starts
+        incarnations = [incarnation for incarnation, start in starts if start <= step]
+        return str(Version(incarnations[-1], step))
 
 
 def export(kept: KeptRows, steps: Iterable[int], form: str, output: Path) -> int:
-    """Write the rows of ``steps`` to ``output``, which appears whole; how many there were.
+    """Write the rows of ``steps`` to ``output``, which is created by rename; the number of rows.
 
-    ConfigError if ``form`` is none of FORMATS, or cannot be written here.
+    ConfigError: ``form`` is not in FORMATS, or its library is not installed.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format: found {form!r}, allowed: {', '.join(FORMATS)}")
@@ -156,9 +151,10 @@ def export(kept: KeptRows, steps: Iterable[int], form: str, output: Path) -> int
 
 
 def write_jsonl(path: Path, batches: Iterable[list[Row]]) -> None:
-    """Write one JSON object a row; arrays become lists, bytes base64."""
+    """Write one JSON object for each row; arrays become lists, bytes base64."""
     with path.open("w") as file:
-        file.writelines(json.dumps(row, default=_plain) + "\n" for rows in batches for row in rows)
+        for rows in batches:
+            file.writelines(json.dumps(row, default=_plain) + "\n" for row in rows)
 
 
 def _plain(value: Any) -> Any:
@@ -166,10 +162,10 @@ def _plain(value: Any) -> Any:
 
 
 def write_parquet(path: Path, batches: Iterable[list[Row]]) -> None:
-    """A row group a step; fields that the schema does not know are JSON text in the column
-    `other`."""
+    """Write one row group for each step. Fields that the schema does not have are JSON text in the
+    column `other`."""
     try:
-        # Not a requirement, not even an optional one: whoever wants parquet has it.
+        # pyarrow is no dependency of this package, not even an optional one.
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
         text = (
@@ -187,36 +183,37 @@ def write_parquet(path: Path, batches: Iterable[list[Row]]) -> None:
 
 
 def _arrow_types(pyarrow: Any) -> dict[str, Any]:
-    """Column -> type, in the order of the schema."""
+    """Type of each column, in the order of the schema."""
     types = {
         "versions": pyarrow.list_(pyarrow.string()),
         "prompt": pyarrow.string(),
         "response": pyarrow.string(),
     }
     for name, spec in FIELDS.items():
-        found = (
-            pyarrow.from_numpy_dtype(np.dtype(spec.dtype)) if spec.is_number else pyarrow.string()
-        )
-        for _ in (None, *spec.tail) if spec.kind == "token" else ():
-            found = pyarrow.list_(found)
-        types[name] = found
+        column = pyarrow.string()
+        if spec.is_number:
+            column = pyarrow.from_numpy_dtype(np.dtype(spec.dtype))
+        if spec.kind == "token":
+            for _ in (None, *spec.tail):
+                column = pyarrow.list_(column)
+        types[name] = column
     return types | {"other": pyarrow.string()}
 
 
 def _cell(row: Row, name: str) -> Any:
     if name == "other":
-        unknown = {
-            key: value for key, value in row.items() if key not in FIELDS and key not in _BESIDE
-        }
+        other_columns = (*FIELDS, *_ADDED)
+        unknown = {key: value for key, value in row.items() if key not in other_columns}
         return json.dumps(unknown, default=_plain) if unknown else None
     value = row.get(name)
     if name in FIELDS and isinstance(value, np.ndarray) and value.ndim > 1:
         return value.tolist()
-    lies_as_text = name in FIELDS and not FIELDS[name].is_number and value is not None
-    return (
-        json.dumps(value, default=_plain) if lies_as_text and not isinstance(value, str) else value
-    )
+    is_blob = name in FIELDS and not FIELDS[name].is_number and value is not None
+    if is_blob and not isinstance(value, str):
+        return json.dumps(value, default=_plain)
+    return value
 
 
-_BESIDE = ("step", "trained", "versions", "prompt", "response")
+_ADDED = ("step", "trained", "versions", "prompt", "response")
+"""Keys of an exported row that are no fields of the queue."""
 FORMATS: dict[str, Writer] = {"jsonl": write_jsonl, "parquet": write_parquet}

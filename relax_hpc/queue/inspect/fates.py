@@ -1,4 +1,4 @@
-"""Fates of prompt groups, put by put, as the journal tells them."""
+"""Fates of prompt groups, one for each put, from the journal."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from relax_hpc.queue.plan import Plan
 
 
 class Fate(NamedTuple):
-    """`state`: accepted, trained or dropped; `about`: the version that was trained on it, or why it
-    was dropped.
+    """`state`: accepted, trained or dropped. `detail`: the version that was trained on it, or the
+    reason of the drop.
 
     >>> str(Fate("dropped", "rolled_back"))
     'dropped rolled_back'
     """
 
     state: str
-    about: str = ""
+    detail: str = ""
 
     @property
     def step(self) -> int | None:
-        """The step that it was trained in, which above staleness 0 may be another than its
-        ticket's."""
-        return Version.parse(self.about).number if self.state == "trained" else None
+        """The step that trained it. Above staleness 0 it may differ from the step of its ticket."""
+        return Version.parse(self.detail).number if self.state == "trained" else None
 
     def __str__(self) -> str:
-        return f"{self.state} {self.about}".strip()
+        return f"{self.state} {self.detail}".strip()
 
 
 Fates = dict[tuple[int, str], Fate]
-"""Fates by ticket and the shard that its rows were put in: a ticket that was drawn again has
-several. A put that nobody accepted has none."""
+"""Fates by ticket and the shard of its rows. A ticket that was generated again has several. A
+refused put has none."""
 
 
 def read_fates(run: RunDir) -> Fates:
-    """Fates of all prompt groups of ``run``, also while it goes on. JournalError if the journal is
+    """Fates of all prompt groups of ``run``, also of a live run. JournalError: the journal is
     damaged."""
     state, fates = QueueState(Plan.from_config(load_resolved(run.root))), Fates()
     shards: dict[int, str] = {}
@@ -49,7 +48,7 @@ def read_fates(run: RunDir) -> Fates:
         for event in events:
             if event.what not in _STATES:
                 continue
-            # One event a row, and those of a ticket share its fate.
+            # There is one event for each row, and all rows of a ticket share its fate.
             ticket = int(event.id.partition(".")[0])
             if event.what == "accepted":
                 shards[ticket] = _shard_of(state, ticket)
@@ -65,17 +64,17 @@ _STATES = {
     "trained": "trained",
     "dropped": "dropped",
 }
-"""State by the name of an event; a ticket is returned when the weights that it was trained into are
+"""State by the name of an event. A ticket is returned when the weights that were trained on it are
 rolled back."""
 
 
 @lru_cache(maxsize=4096)
-def _fate(what: str, version: str, reason: str) -> Fate:
-    """Fate as one object for all that share it."""
-    return Fate(_STATES[what], {"trained": version, "dropped": reason}.get(what, ""))
+def _fate(event: str, version: str, reason: str) -> Fate:
+    """One object for all equal fates."""
+    return Fate(_STATES[event], {"trained": version, "dropped": reason}.get(event, ""))
 
 
 def _shard_of(state: QueueState, ticket: int) -> str:
-    """Name of the shard in which the accepted rows of ``ticket`` lie."""
+    """Name of the shard that has the accepted rows of ``ticket``."""
     number = next(number for number, fields in state.groups[ticket].parts if "token_ids" in fields)
     return state.shards[number].descriptor["name"]

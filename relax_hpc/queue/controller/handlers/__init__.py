@@ -1,7 +1,7 @@
 """Handlers of requests, `(service, request, **arguments)`, registered by the request's `op`.
 
-They check, record what changes, and answer; or raise Refused, or NotYet with what the request waits
-for.
+A handler checks the request, records changes, and returns the answer. It raises Refused, or NotYet
+with the topic for which the request has to wait.
 """
 
 from relax_hpc.queue.controller.handlers import (

@@ -1,5 +1,4 @@
-"""Requests about rows: they are put, and come to be on disk; those that nobody may use are
-named."""
+"""Requests about rows: put them, report them as saved, and quarantine damaged ones."""
 
 from __future__ import annotations
 
@@ -7,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.queue.controller.handlers.media import check_extras, without_media
-from relax_hpc.queue.controller.messages import Refused, Request, check_size, rows_of
-from relax_hpc.queue.controller.planning.acceptance import refusals
+from relax_hpc.queue.controller.messages import Refused, Request, check_size, parse_groups
+from relax_hpc.queue.controller.planning.acceptance import find_refusals
 from relax_hpc.queue.controller.registry import handles
 from relax_hpc.queue.plan import NEEDED
 from relax_hpc.queue.records import Owner
@@ -17,6 +16,9 @@ from relax_hpc.queue.storage.shard import SHARD_NAME, check_name
 if TYPE_CHECKING:
     from relax_hpc.queue.controller.service import QueueService
     from relax_hpc.queue.plan import Plan
+
+# Default of an argument. The handler never modifies it.
+NO_EXTRAS: list[dict] = []
 
 
 @handles("put")
@@ -28,50 +30,59 @@ def put(
     fields: list[str],
     lease: int = 0,
     saved: bool = True,
-    extras: list[dict] = (),
+    extras: list[dict] = NO_EXTRAS,
 ) -> Any:
-    """Rows of a new shard. Not ``saved``, they can be read, and count once `saved` names the shard.
+    """Put the rows of a new shard. If they are not ``saved``, others can read them, and they count
+    after a `saved` request with the shard's name.
 
-    ``extras``: of some tickets the ids of their `media`, and the `tokens` of each row that stand
-    for them, and of all of them together (packed).
+    ``extras``: `media` (ids) of some tickets, with the `tokens` of media: of each row, then of all
+    distinct media (packed).
     """
     state = service.state
-    if (refused := state.puts.recall(request.key)) is not None:
-        return {"refused": refused}
+    known_answer = state.puts.recall(request.key)
+    if known_answer is not None:
+        return {"refused": known_answer}
     if check_name(shard["name"]) in state.shards.numbers:
         raise Refused("refused", f"put: the queue has a shard {shard['name']}; a name is used once")
     held = state.leases.get(lease)
     _check_fields(service.plan, fields, lease, held.task if held else "")
     check_size("put: shard", shard)
-    groups, owner = rows_of(rows, fields), request.owner
-    refused = refusals(state, owner, groups, lease)
+    groups, owner = parse_groups(rows, fields), request.owner
+    refused = find_refusals(state, owner, groups, lease)
     if extras:
-        check_extras(
-            extras, {} if lease else {ticket: sum(episodes) for ticket, episodes, *_ in groups}
-        )
+        row_counts = {} if lease else {ticket: sum(counts) for ticket, counts, *_ in groups}
+        check_extras(extras, row_counts)
         refused = without_media(state, extras) | refused
-    # What a task adds is of the rows that were declared.
+    # Only generated rows declare the rows of episodes. Fields of a task belong to declared rows.
     taken = [
-        (t, lengths, codes, b"" if lease else rows)
-        for t, rows, lengths, codes in groups
-        if t not in refused
+        (ticket, lengths, codes, b"" if lease else episodes)
+        for ticket, episodes, lengths, codes in groups
+        if ticket not in refused
     ]
-    about = {"owner": owner, "lease": lease if held and held.owner == owner else 0, "saved": saved}
-    about |= (
-        {"media": {extra["ticket"]: extra.get("tokens", b"") for extra in extras}} if extras else {}
-    )
+    media = {extra["ticket"]: extra.get("tokens", b"") for extra in extras}
     service.record(
-        op="put", key=request.key, shard=shard, rows=taken, fields=fields, refused=refused, **about
+        op="put",
+        key=request.key,
+        owner=owner,
+        shard=shard,
+        rows=taken,
+        fields=fields,
+        refused=refused,
+        lease=lease if held and held.owner == owner else 0,
+        saved=saved,
+        **({"media": media} if extras else {}),
     )
     return {"refused": refused}
 
 
 def _check_fields(plan: Plan, fields: list[str], lease: int, task: str) -> None:
-    """Generated rows come whole and without a lease; a task adds what it gives, and perhaps
-    more."""
+    """Refused: generated rows without a needed field or with a lease, or fields of a task without a
+    lease, or without a field that the task adds."""
     if ("token_ids" in fields) == bool(lease):
         raise Refused("refused", f"put: {fields} {'with' if lease else 'without'} a lease")
-    needed = plan.tasks[task].gives if task else () if lease else NEEDED
+    needed: tuple[str, ...] = NEEDED
+    if lease:
+        needed = plan.tasks[task].gives if task else ()
     if (task and not needed) or not set(needed).issubset(fields):
         raise Refused(
             "refused", f"put: {task or 'generated rows'}: found {fields}, needed {list(needed)}"
@@ -80,49 +91,53 @@ def _check_fields(plan: Plan, fields: list[str], lease: int, task: str) -> None:
 
 @handles("saved")
 def saved(service: QueueService, request: Request, names: list[str]) -> Any:
-    """The shards ``names``, all of them put by this incarnation, are on disk: their rows count."""
+    """Count the rows of the shards ``names``, which are on disk and all put by this incarnation."""
     shards = service.state.shards
     numbers = {name: shards.numbers[name] for name in names if name in shards.numbers}
-    if others := [
-        name for name, number in numbers.items() if shards[number].owner != request.owner
-    ]:
-        raise Refused("refused", f"saved: {others[0]} was put by another incarnation")
+    foreign = [name for name, number in numbers.items() if shards[number].owner != request.owner]
+    if foreign:
+        raise Refused("refused", f"saved: {foreign[0]} was put by another incarnation")
     count_as_saved(service, set(numbers.values()))
-    # Of shards that nobody needs any more the files came too late to be removed with the others.
+    # These shards lost their last user before their files were written, so the files were not
+    # deleted then.
     shards.garbage += [
-        name for name in names if name not in shards.numbers and _names_maker(name, request.owner)
+        name for name in names if name not in shards.numbers and _is_shard_of(name, request.owner)
     ]
     return {}
 
 
 def count_as_saved(service: QueueService, numbers: Iterable[int]) -> None:
-    """Count these shards as saved on disk: the rows of those that were not are accepted."""
-    if waited := sorted(number for number in numbers if service.state.shards[number].unsaved):
-        service.record(op="saved", shards=waited)
+    """Record that these shards are on disk, unless that is recorded already."""
+    unsaved = sorted(number for number in numbers if service.state.shards[number].unsaved)
+    if unsaved:
+        service.record(op="saved", shards=unsaved)
 
 
-def _names_maker(name: str, owner: Owner) -> bool:
-    """Whether a file of this name is of that incarnation."""
-    made = SHARD_NAME.match(check_name(name))
-    return made is not None and (made[1], int(made[2])) == owner
+def _is_shard_of(name: str, owner: Owner) -> bool:
+    """Whether a shard of this name belongs to the incarnation."""
+    match = SHARD_NAME.match(check_name(name))
+    return match is not None and (match[1], int(match[2])) == owner
 
 
 @handles("quarantine")
 def quarantine(
     service: QueueService, request: Request, lease: int, tickets: list[int], reason: str
 ) -> Any:
-    """Rows of a lease that nobody may use: they are dropped, and other prompts take the place of
-    theirs."""
+    """Drop rows of a lease that no task can use. Their tickets are generated again from other
+    prompts."""
     if not reason:
         raise Refused(
-            "refused", "quarantine: reason: found an empty text, expected what was wrong, in a word"
+            "refused", "quarantine: reason: found an empty text, expected the fault, in a word"
         )
     held = service.state.leases.get(lease)
-    mine = set(held.tickets) if held and held.owner == request.owner else ()
-    if bad := sorted(set(tickets).intersection(mine)):
-        if known := [ticket for ticket in bad if service.state.is_trained_by_any(ticket)]:
-            raise Refused(
-                "refused", f"quarantine: another trainer could read {known}; can this node not?"
-            )
+    if held is None or held.owner != request.owner:
+        return {}
+    bad = sorted(set(tickets).intersection(held.tickets))
+    readable = [ticket for ticket in bad if service.state.is_trained_by_any(ticket)]
+    if readable:
+        raise Refused(
+            "refused", f"quarantine: another trainer could read {readable}; can this node not?"
+        )
+    if bad:
         service.record(op="quarantine", tickets=bad, reason=reason)
     return {}

@@ -1,12 +1,11 @@
-"""Requests about attempts at tickets that are under way: what is appended to their logs, and what
-comes to nothing."""
+"""Requests about logs of attempts: append segments, and drop attempts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.queue.controller.messages import MAX_WHOLE, Refused, Request, check_size
-from relax_hpc.queue.controller.planning.segments import refusal
+from relax_hpc.queue.controller.planning.segments import find_refusal
 from relax_hpc.queue.controller.registry import handles
 from relax_hpc.queue.plan import UNSCORED
 from relax_hpc.queue.storage.shard import check_name
@@ -25,31 +24,37 @@ def append(
     fields: list[str],
     spare: bool = False,
 ) -> Any:
-    """Segments, on disk already, of the attempts that tickets of the maker are at; or of whole ones
-    that are spare."""
+    """Append segments, which are already on disk, to the logs of attempts that the client owns; or,
+    with ``spare``, of whole attempts without a ticket."""
     state = service.state
-    if (refused := state.puts.recall(request.key)) is not None:
-        return {"refused": refused}
+    known_answer = state.puts.recall(request.key)
+    if known_answer is not None:
+        return {"refused": known_answer}
     if check_name(shard["name"]) in state.shards.numbers:
         raise Refused(
             "refused", f"append: the queue has a shard {shard['name']}; a name is used once"
         )
-    if missing := set(UNSCORED).difference(fields):
+    missing = set(UNSCORED).difference(fields)
+    if missing:
         raise Refused("refused", f"append: {min(missing)} is missing in the fields {fields}")
     check_size("append: shard", shard)
-    growths = [_growth(log, service.plan.samples_per_prompt) for log in logs]
+    growths = [_parse_growth(log, service.plan.samples_per_prompt) for log in logs]
     if len({growth[0] for growth in growths}) < len(growths):
         raise Refused(
-            "refused",
-            "append: a ticket is there twice; one of its attempts is appended to at a time",
+            "refused", "append: a ticket occurs twice; a request appends to one attempt of a ticket"
         )
-    refused = {
-        growth[0]: why
-        for growth in growths
-        if (why := refusal(state, request.owner, growth, spare))
-    }
-    about = {"owner": request.owner, "shard": shard, "fields": fields, "spare": spare}
-    service.record(op="append", key=request.key, growths=growths, refused=refused, **about)
+    reasons = {growth[0]: find_refusal(state, request.owner, growth, spare) for growth in growths}
+    refused = {ticket: reason for ticket, reason in reasons.items() if reason}
+    service.record(
+        op="append",
+        key=request.key,
+        owner=request.owner,
+        shard=shard,
+        fields=fields,
+        growths=growths,
+        spare=spare,
+        refused=refused,
+    )
     return {"refused": refused}
 
 
@@ -57,52 +62,60 @@ def append(
 def drop_attempt(
     service: QueueService, request: Request, ticket: int, attempt: int, reason: str
 ) -> Any:
-    """Drop all that there is of an attempt: of the one that ``ticket`` is at, which begins anew, or
-    a spare one."""
+    """Drop an attempt and its log: the present one of ``ticket``, which starts again, or a spare
+    one."""
     state = service.state
     if not reason:
         raise Refused(
             "refused", "drop_attempt: reason: found an empty text, expected why, in a word"
         )
     if not 0 <= ticket < state.tickets.next:
-        raise Refused(
-            "refused", f"drop_attempt: ticket: found {ticket}, allowed those that were admitted"
-        )
+        raise Refused("refused", f"drop_attempt: ticket: found {ticket}, allowed: admitted tickets")
     if state.puts.recall(request.key) is None:
         group = state.groups.get(ticket)
         spare = group is None or (group.owner, group.attempt) != (request.owner, attempt)
-        about = {"ticket": ticket, "spare": spare, "reason": reason}
-        service.record(op="drop_attempt", key=request.key, owner=request.owner, **about)
+        service.record(
+            op="drop_attempt",
+            key=request.key,
+            owner=request.owner,
+            ticket=ticket,
+            spare=spare,
+            reason=reason,
+        )
     return {}
 
 
-def _growth(log: dict, samples_per_prompt: int) -> Growth:
-    """Growth of one log that a request asks for; Refused if it is not as it should be."""
-    numbers, segments, versions = (
-        [log.get("ticket"), log.get("attempt")],
-        log.get("segments"),
-        log.get("versions"),
-    )
-    good = (
-        _are_whole(numbers)
-        and _are_whole(versions)
-        and type(segments) is list
-        and len(segments) > 0
-    )
-    good = good and all(_are_whole(segment) and len(segment) == 5 for segment in segments)
-    good = good and all(segment[0] < samples_per_prompt and segment[4] < 2 for segment in segments)
-    if not good or len({(episode, row) for episode, row, *_ in segments}) < len(segments):
-        known = (
-            f"segments as [episode below {samples_per_prompt}, row, start, tokens, 0 or 1: ended]"
-        )
+def _parse_growth(log: dict, samples_per_prompt: int) -> Growth:
+    """Growth of one log in a request. Refused: it is malformed."""
+    ticket, attempt, versions = log.get("ticket"), log.get("attempt"), log.get("versions")
+    segments = log.get("segments")
+    if (
+        not _are_naturals([ticket, attempt])
+        or not _are_naturals(versions)
+        or not _are_segments(segments, samples_per_prompt)
+    ):
+        form = f"[episode below {samples_per_prompt}, row, start, tokens, 0 or 1: ended]"
         raise Refused(
             "refused",
-            f"append: logs: found {log!r:.80}, expected ticket, attempt, versions, {known}",
+            f"append: logs: found {log!r:.80}, expected ticket, attempt, versions, segments as "
+            f"{form}",
         )
-    return numbers[0], numbers[1], segments, versions
+    return log["ticket"], log["attempt"], log["segments"], log["versions"]
 
 
-def _are_whole(values: Any) -> bool:
+def _are_segments(segments: Any, samples_per_prompt: int) -> bool:
+    """Whether it is a list of segments, at most one of each row."""
+    if type(segments) is not list or not segments:
+        return False
+    for segment in segments:
+        if not _are_naturals(segment) or len(segment) != 5:
+            return False
+        if segment[0] >= samples_per_prompt or segment[4] > 1:
+            return False
+    return len({(episode, row) for episode, row, *_ in segments}) == len(segments)
+
+
+def _are_naturals(values: Any) -> bool:
     return type(values) is list and all(
         type(value) is int and 0 <= value < MAX_WHOLE for value in values
     )

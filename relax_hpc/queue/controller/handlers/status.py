@@ -1,4 +1,4 @@
-"""Reports of roles, and questions of observers."""
+"""Reports of roles, and requests of observers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 @handles("note")
 def note(service: QueueService, request: Request, what: str, name: str, reason: str) -> Any:
-    """Count something that went wrong outside of a ticket: an engine's fault, a broken line of a
-    prompt file."""
+    """Count a fault that concerns no ticket: of an engine, or in a line of a prompt file."""
     service.record(op="note", what=what, name=name, reason=reason)
     return {}
 
@@ -34,14 +33,14 @@ def report(
     values: dict[str, float],
     seconds: dict[str, float],
 ) -> Any:
-    """Take a role's figures of a step."""
+    """Receive a role's metrics of a step."""
     service.on_report(role, step, values, seconds)
     return {}
 
 
 @handles("show")
 def show(service: QueueService, request: Request, step: int, texts: list[str]) -> Any:
-    """Show texts for people, such as what was generated for ``step``."""
+    """Show texts to people, such as samples of ``step``."""
     service.on_show(step, texts)
     return {}
 
@@ -50,7 +49,7 @@ def show(service: QueueService, request: Request, step: int, texts: list[str]) -
 def first_failure(
     service: QueueService, request: Request, reason: str, detail: str, location: str, traceback: str
 ) -> Any:
-    """Take the first failure of a kind that a process has seen; see `metrics.first_failures`."""
+    """Receive the first failure of a kind in a process; see `metrics.first_failures`."""
     group = str(request.owner[0])
     service.on_first_failure(group, reason, detail, location, traceback)
     return {}
@@ -58,7 +57,7 @@ def first_failure(
 
 @handles("over")
 def over(service: QueueService, request: Request) -> Any:
-    """Answer once the run is finished."""
+    """Answer when the run is finished."""
     if service.state.progress.finished():
         return {}
     raise NotYet(NEWS)
@@ -66,7 +65,7 @@ def over(service: QueueService, request: Request) -> Any:
 
 @handles("status")
 def status(service: QueueService, request: Request) -> Any:
-    """Progress of the run, and who waits for what."""
+    """Progress of the run, and the requests that wait."""
     state, now = service.state, time.monotonic()
     tickets, weights, progress = state.tickets, state.weights, state.progress
     return {
@@ -86,7 +85,7 @@ def status(service: QueueService, request: Request) -> Any:
         "disk": service.beats.disk_waits(),
         "segments": state.segments.counts(),
         "refused_connections": service.refused_connections,
-        "checkpoints": [part for part in progress.parts(POLICY) if part["whole"]],
+        "checkpoints": [point for point in progress.parts(POLICY) if point["whole"]],
         "incarnations": state.members.incarnations,
         "beats": {
             name: {**beat, "age_s": now - beat["at"]} for name, beat in service.beats.latest.items()
@@ -94,14 +93,19 @@ def status(service: QueueService, request: Request) -> Any:
         "lacking": service.presence.report(now),
         "finished": progress.finished(),
         "worked": _roles_that_worked(service.state),
-        "waiting": [": ".join(filter(None, (r.owner[0], r.op, r.why))) for r in service.waiting],
+        "waiting": [_describe_wait(request) for request in service.waiting],
     }
+
+
+def _describe_wait(request: Request) -> str:
+    """A waiting request in text: the group, the operation, and the reason."""
+    return ": ".join(filter(None, (request.owner[0], request.op, request.reason)))
 
 
 def _roles_that_worked(state: QueueState) -> list[str]:
     """Roles whose rows or fields were accepted, or that have trained a step."""
     done = {name for name, queue in state.tasks.items() if queue.statuses.find(DONE, 0) >= 0}
-    # A role that trains and gives fields has a second task for these.
+    # A trainer that also adds fields has a second task for them.
     worked = {name for name, role in ROLES.items() if name in done or role.scores in done}
     worked |= {role for role, steps in state.progress.trained.items() if steps > 0}
     if state.counts.accepted:

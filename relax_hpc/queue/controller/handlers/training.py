@@ -1,5 +1,5 @@
-"""Requests of trainers: they settle what they train on, train steps, save their parts of
-checkpoints, and resume."""
+"""Requests of trainers: check that their rows are on disk, report trained steps and checkpoints,
+and resume."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.config.roles import POLICY
 from relax_hpc.queue.controller.messages import Refused, Request
-from relax_hpc.queue.controller.planning.training import is_safe, staleness
+from relax_hpc.queue.controller.planning.training import are_on_disk, staleness
 from relax_hpc.queue.controller.registry import handles
 from relax_hpc.queue.controller.topics import ALL, DISK
 from relax_hpc.queue.controller.waiting import NotYet
@@ -21,46 +21,48 @@ if TYPE_CHECKING:
 
 @handles("settled")
 def settled(service: QueueService, request: Request, leases: list[int]) -> Any:
-    """Tickets of its leases that the asking group still holds as it claimed them, once all of that
-    is on disk: nothing can take them away then.
+    """Tickets of the leases that the group still holds unchanged, when all of them are on disk.
+    Nothing can take these away then.
 
-    A trainer asks before it changes its weights; rows that were lost with their maker cost no more
-    than gradients.
+    A trainer sends this request before it changes its weights. So rows that are lost with their
+    producer have cost no more than gradients.
     """
     state = service.state
-    held = [state.leases.get(lease) for lease in leases]
-    mine = [found for found in held if found and found.owner == request.owner]
-    tickets = {ticket for found in mine for ticket in _as_claimed(state, found)}
+    tickets: set[int] = set()
+    for number in leases:
+        lease = state.leases.get(number)
+        if lease and lease.owner == request.owner:
+            tickets |= _unchanged_tickets(state, lease)
     if state.shards.waits_for_disk(tickets):
         raise NotYet(DISK, "rows are not saved yet")
     return {"tickets": sorted(tickets)}
 
 
-def _as_claimed(state: QueueState, lease: Lease) -> set[int]:
-    """Tickets of ``lease`` none of whose fields that the task needs was lost since, also if it was
-    given again."""
+def _unchanged_tickets(state: QueueState, lease: Lease) -> set[int]:
+    """Tickets of ``lease`` that have all fields that the task needs, in the shards of the claim.
+    Lost fields do not count, even if they were added again."""
     needs = state.tasks[lease.task].needs
-    sound = {ticket for ticket in lease.tickets if state.groups[ticket].has(needs)}
-    for number, tickets in state.by_shard(lease.tickets, needs).items():
+    unchanged = {ticket for ticket in lease.tickets if state.groups[ticket].has(needs)}
+    for number, tickets in state.tickets_by_shard(lease.tickets, needs).items():
         if number not in lease.shards:
-            sound.difference_update(tickets)
-    return sound
+            unchanged.difference_update(tickets)
+    return unchanged
 
 
 @handles("trained")
 def trained(
     service: QueueService, request: Request, step: int, leases: list[int], task: str = POLICY
 ) -> Any:
-    """A trainer has done step ``step``; answered when all its rows are on disk."""
+    """A trainer has trained ``step``. Answer when all rows of the step are on disk."""
     state = service.state
     _check_trainer(service, "trained", task)
     if step >= state.progress.trained[task]:
         _check_trained(state, task, request.owner, step, leases)
-        if not is_safe(state, state.tickets_of(step), state.tasks[task].needs):
+        if not are_on_disk(state, state.tickets_of(step), state.tasks[task].needs):
             raise NotYet(DISK, f"rows of step {step} are not saved yet")
         save_at = _next_timed_save(service, step)
-        due = {"save_at": save_at} if save_at else {}
-        service.record(op="trained", task=task, step=step, leases=leases, **due)
+        timed = {"save_at": save_at} if save_at else {}
+        service.record(op="trained", task=task, step=step, leases=leases, **timed)
     return {
         "staleness": staleness(state, step),
         "lag": state.weights.publish_lag(step),
@@ -69,9 +71,9 @@ def trained(
 
 
 def _next_timed_save(service: QueueService, step: int) -> int:
-    """Step of the checkpoint that is due by time at the end of the step after ``step``; 0: none.
+    """Step of the checkpoint that is due by time at the end of the step after ``step``; 0: none is.
 
-    Decided when the first trainer has trained ``step``; the other trainers get the same answer.
+    It is decided when the first trainer has trained ``step``. Other trainers get the same answer.
     """
     progress = service.state.progress
     if step < progress.furthest:
@@ -92,34 +94,37 @@ def _check_trainer(service: QueueService, op: str, task: str) -> None:
 def _check_trained(
     state: QueueState, task: str, owner: Owner, step: int, leases: list[int]
 ) -> None:
-    """Step t is trained on exactly the tickets of its set, all of them held by this trainer."""
+    """Refused: the leases are not exactly the tickets of the step, all held by this trainer."""
     held = [state.leases.get(lease) for lease in leases]
-    mine = [found is not None and (found.task, found.owner) == (task, owner) for found in held]
-    lost = [lease for lease, found in zip(leases, mine, strict=True) if not found]
-    tickets = sorted(ticket for found in held if found for ticket in found.tickets)
+    lost, tickets = [], list[int]()
+    for number, lease in zip(leases, held, strict=True):
+        if lease is None or (lease.task, lease.owner) != (task, owner):
+            lost.append(number)
+        tickets += lease.tickets if lease else ()
     expected = state.progress.trained[task]
-    theirs = sorted(state.tickets_of(step))
-    if step != expected or lost or tickets != theirs or len(theirs) != state.plan.prompts_per_step:
+    of_step = sorted(state.tickets_of(step))
+    is_complete = sorted(tickets) == of_step and len(of_step) == state.plan.prompts_per_step
+    if step != expected or lost or not is_complete:
         raise Refused(
             "refused",
-            f"trained: step {step} (expected {expected}) with tickets {tickets}, leases lost: "
-            f"{lost}",
+            f"trained: step {step} (expected {expected}) with tickets {sorted(tickets)}, leases "
+            f"lost: {lost}",
         )
 
 
 @handles("resume")
 def resume(service: QueueService, request: Request, step: int, task: str = POLICY) -> Any:
-    """A trainer goes on at ``step``, with its part of a checkpoint or of the start."""
+    """A trainer resumes at ``step``, from its part of a checkpoint or from the start."""
     progress, incarnation = service.state.progress, request.owner[1]
     _check_trainer(service, "resume", task)
     if not 0 <= step <= service.plan.steps:
         raise Refused("refused", f"resume: step {step}, the run has {service.plan.steps}")
     if progress.incarnations.get(task, 0) < incarnation:
-        if task != POLICY and step not in (0, *progress.whole):
-            # The policy has gone back since it was asked for checkpoints.
+        complete = progress.complete_steps
+        if task != POLICY and step not in (0, *complete):
+            # The policy has resumed earlier after this trainer asked for checkpoints.
             raise Refused(
-                "refused",
-                f"resume: step {step} of {task}, whole checkpoints are of {progress.whole}",
+                "refused", f"resume: step {step} of {task}, complete checkpoints are of {complete}"
             )
         service.record(op="resume", task=task, incarnation=incarnation, step=step)
         if task == POLICY:
@@ -129,32 +134,32 @@ def resume(service: QueueService, request: Request, step: int, task: str = POLIC
 
 @handles("checkpoints")
 def checkpoints(service: QueueService, request: Request, task: str = POLICY) -> Any:
-    """A trainer's parts of those that may be resumed from, or may be once others have their parts;
-    the latest last."""
+    """A trainer's parts of all checkpoints that are complete, or may still be completed; the latest
+    last."""
     return {"checkpoints": service.state.progress.parts(task)}
 
 
 @handles("whole")
 def whole(service: QueueService, request: Request, step: int, seen: int) -> Any:
-    """Whether all trainers have saved their parts of ``step``, once they have, or have trained
-    other than ``seen``."""
+    """Whether all trainers have saved their parts of ``step``. Answer when they have, or when the
+    number of trained steps is not ``seen``."""
     progress = service.state.progress
-    is_whole = step in progress.whole
-    if not is_whole and progress.trained_steps == seen:
-        lacking = [
+    is_complete = step in progress.complete_steps
+    if not is_complete and progress.trained_steps == seen:
+        missing = [
             task
             for task in progress.trained
-            if step not in [part["step"] for part in progress.parts(task)]
+            if step not in [point["step"] for point in progress.parts(task)]
         ]
-        raise NotYet(ALL, f"waits for {', '.join(lacking)} to save step {step}")
-    return {"whole": is_whole, "trained_steps": progress.trained_steps}
+        raise NotYet(ALL, f"waits for {', '.join(missing)} to save step {step}")
+    return {"whole": is_complete, "trained_steps": progress.trained_steps}
 
 
 @handles("checkpoint")
 def checkpoint(
     service: QueueService, request: Request, step: int, name: str, digest: str, task: str = POLICY
 ) -> Any:
-    """Note that a trainer's part of a checkpoint is on disk."""
+    """Record that a trainer's part of a checkpoint is on disk."""
     progress = service.state.progress
     _check_trainer(service, "checkpoint", task)
     part = {
@@ -163,7 +168,8 @@ def checkpoint(
         "name": check_name(name),
         "digest": digest,
     }
-    if part not in [{name: found[name] for name in part} for found in progress.parts(task)]:
+    saved = [{name: point[name] for name in part} for point in progress.parts(task)]
+    if part not in saved:
         if not 0 <= step <= progress.trained[task]:
             raise Refused(
                 "refused", f"checkpoint: step {step}, trained are {progress.trained[task]}"

@@ -1,4 +1,4 @@
-"""Rules for which rows may be put. Functions of the state alone."""
+"""Rules for the rows that may be put. All functions depend on the state only."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ from collections.abc import Iterable, Sequence
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.records import NO_STEP, Owner
 
-Row = tuple[int, bytes, bytes, Sequence[int]]
-"""Ticket, rows of each episode (see `row_ids`), their lengths (`packed` tokens), `Version.encode`
-of the versions that made it."""
+PutGroup = tuple[int, bytes, bytes, Sequence[int]]
+"""A prompt group of a put: ticket, rows of each episode (see `row_ids`), encoded lengths of the
+rows (see `lengths`), encoded versions that made them."""
 
 
-def refusals(state: QueueState, owner: Owner, rows: Iterable[Row], lease: int) -> dict[int, str]:
-    """Prompt groups of a put that cannot be taken, with the reason; 'duplicate' is harmless."""
+def find_refusals(
+    state: QueueState, owner: Owner, groups: Iterable[PutGroup], lease: int
+) -> dict[int, str]:
+    """Prompt groups of a put that are refused, with the reason; 'duplicate' is harmless."""
     held = state.leases.get(lease) if lease else None
-    mine = frozenset(held.tickets) if held and held.owner == owner else frozenset()
-    judge = _refuse_fields if lease else _refuse_rows
+    leased = frozenset(held.tickets) if held and held.owner == owner else frozenset()
     refused: dict[int, str] = {}
-    for ticket, episodes, _, codes in rows:
-        if reason := judge(
-            state, owner, ticket, episodes, mine, *state.lineage.origin(tuple(codes))
-        ):
+    for ticket, episodes, _, codes in groups:
+        survive, oldest = state.lineage.origin(tuple(codes))
+        if lease:
+            reason = _refuse_fields(state, ticket, episodes, leased, survive, oldest)
+        else:
+            reason = _refuse_rows(state, owner, ticket, episodes, survive, oldest)
+        if reason:
             refused[ticket] = reason
     return refused
 
 
 def _refuse_rows(
-    state: QueueState,
-    owner: Owner,
-    ticket: int,
-    episodes: bytes,
-    _: frozenset[int],
-    survive: bool,
-    oldest: int,
+    state: QueueState, owner: Owner, ticket: int, episodes: bytes, survive: bool, oldest: int
 ) -> str:
-    """Reason why freshly generated rows are refused; empty: they are not."""
+    """Reason why generated rows are refused; empty: they are taken."""
     group = state.groups.get(ticket)
     if group is None:
         return "unknown_ticket"
@@ -47,7 +45,7 @@ def _refuse_rows(
         return "incomplete"
     if oldest < 0 or not survive:
         return "rolled_back"
-    # Not older than what was promised when the ticket was admitted: its step may be planned.
+    # Step sets rely on the last step that was promised when the ticket was admitted.
     planned = group.last if state.tasks.in_sets else NO_STEP
     late = oldest + state.plan.max_staleness < max(state.plan.step_of(ticket), planned)
     return "stale_version" if late else ""
@@ -55,17 +53,16 @@ def _refuse_rows(
 
 def _refuse_fields(
     state: QueueState,
-    owner: Owner,
     ticket: int,
     episodes: bytes,
-    mine: frozenset[int],
+    leased: frozenset[int],
     survive: bool,
     oldest: int,
 ) -> str:
-    """Reason why fields that a task adds to tickets are refused; empty: they are not."""
+    """Reason why fields that a task adds are refused; empty: they are taken."""
     if ticket not in state.groups:
         return "unknown_ticket"
-    if ticket not in mine:
+    if ticket not in leased:
         return "lease_lost"
     if episodes != state.groups[ticket].episodes:
         return "incomplete"

@@ -1,4 +1,4 @@
-"""Numbers of rows by what has become of them."""
+"""Numbers of accepted and dropped rows, and of faults."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Counts:
     """Counts since the run began."""
 
     accepted: int = 0
-    """Rows that were accepted, each time that they were."""
+    """Rows that were accepted. A row that is accepted again counts again."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Rows that were dropped, by reason."""
     noted: Counter[str] = field(default_factory=Counter)
-    """Faults outside of a ticket, counted by `<what>/<reason>`."""
+    """Faults that concern no ticket, counted by `<what>/<reason>`."""
 
     def dump(self) -> Any:
         return self.accepted, dict(self.dropped), dict(self.noted)

@@ -1,9 +1,8 @@
-"""Turns on devices that the actor and the engines share: one side makes room, and says so, before
-the other begins.
+"""Turns on devices that the actor and the engines share. One side frees the devices and reports it
+before the other begins.
 
-The actor has the first turn, and the first after its group began anew: it loads the model and
-publishes it. A turn of the engines lasts from a version until each of them has nothing more to do
-for its step.
+The actor has the first turn, and the first after a restart of its group: it loads the model and
+publishes it. A turn of the engines lasts from a version until no engine has work left for its step.
 """
 
 from __future__ import annotations
@@ -24,22 +23,23 @@ Side = Literal["actor", "engines"]
 
 @dataclass(slots=True)
 class DeviceTurns:
-    """Side that has its turn on the devices."""
+    """The side that may use the devices."""
 
     side: Side = "actor"
-    rested: dict[str, int] = field(default_factory=dict)
-    """Last step that each engine has made room after, in this lineage."""
+    freed_after: dict[str, int] = field(default_factory=dict)
+    """Last step after which each engine has freed the devices, in this lineage."""
 
     def keep_engines(self, readers: Container[str]) -> None:
-        """Forget engines other than ``readers``: they have ended, and what they had of the devices
-        is free."""
-        self.rested = {reader: step for reader, step in self.rested.items() if reader in readers}
+        """Forget engines other than ``readers``. They have ended, and no longer use the devices."""
+        self.freed_after = {
+            reader: step for reader, step in self.freed_after.items() if reader in readers
+        }
 
     def dump(self) -> Any:
-        return self.side, self.rested
+        return self.side, self.freed_after
 
     def load(self, values: Any) -> None:
-        self.side, self.rested = values
+        self.side, self.freed_after = values
 
 
 @applies("turn")
@@ -49,6 +49,6 @@ def take_turn(state: QueueState, side: Side) -> None:
 
 
 @applies("rest")
-def rest(state: QueueState, reader: str, step: int) -> None:
-    state.device_turns.rested[reader] = step
+def end_engine_turn(state: QueueState, reader: str, step: int) -> None:
+    state.device_turns.freed_after[reader] = step
     state.woken.add(TURN)

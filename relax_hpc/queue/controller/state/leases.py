@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.queue.controller.registry import applies
-from relax_hpc.queue.controller.state.prompt_groups import PromptGroups, leave_place, reopen
+from relax_hpc.queue.controller.state.prompt_groups import PromptGroups, leave_position, reopen
 from relax_hpc.queue.controller.state.task_queues import HELD
 from relax_hpc.queue.controller.topics import rows_for
 from relax_hpc.queue.records import NO_STEP, Lease, Owner
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Leases:
-    """Leases by number, which is never used again."""
+    """Leases by number. A number is never used again."""
 
     _held: dict[int, Lease] = field(default_factory=dict)
     by_key: dict[str, int] = field(default_factory=dict)
-    """Numbers by the key of the request that asked for the lease."""
+    """Numbers by the key of the request for the lease."""
     next: int = 1
 
     def add(self, number: int, lease: Lease) -> None:
@@ -37,27 +37,31 @@ class Leases:
         self.by_key.pop(lease.key, None)
         return lease
 
-    def of_group(self, group: str, below: int) -> list[int]:
-        """Numbers of those that incarnations of ``group`` before incarnation ``below`` hold."""
-        return [
-            n
-            for n, lease in self._held.items()
-            if lease.owner[0] == group and lease.owner[1] < below
-        ]
+    def held_by_group(self, group: str, below: int) -> list[int]:
+        """Numbers of the leases of incarnations of ``group`` before incarnation ``below``."""
+        numbers = []
+        for number, lease in self._held.items():
+            holder, incarnation = lease.owner
+            if holder == group and incarnation < below:
+                numbers.append(number)
+        return numbers
 
-    def of_tasks(self, tasks: Collection[str]) -> list[int]:
+    def held_by_tasks(self, tasks: Collection[str]) -> list[int]:
         """Numbers of the leases of ``tasks``."""
         return [number for number, lease in self._held.items() if lease.task in tasks]
 
-    def shrink(self, tickets: Iterable[int], groups: PromptGroups) -> None:
-        """Take ``tickets`` out of all leases."""
-        gone = set(tickets)
+    def remove_tickets(self, tickets: Iterable[int], groups: PromptGroups) -> None:
+        """Remove ``tickets`` from all leases."""
+        removed = set(tickets)
         for lease in self._held.values():
-            if not gone.isdisjoint(lease.tickets):
-                holders = (ticket for ticket in lease.tickets for _ in range(groups[ticket].rows))
-                rows = [number for number, ticket in enumerate(holders) if ticket not in gone]
-                lease.tickets = tuple(ticket for ticket in lease.tickets if ticket not in gone)
-                lease.assignment = select_rows(lease.assignment, rows)
+            if removed.isdisjoint(lease.tickets):
+                continue
+            ticket_of_row: list[int] = []
+            for ticket in lease.tickets:
+                ticket_of_row += [ticket] * groups[ticket].rows
+            rows = [row for row, ticket in enumerate(ticket_of_row) if ticket not in removed]
+            lease.tickets = tuple(ticket for ticket in lease.tickets if ticket not in removed)
+            lease.assignment = select_rows(lease.assignment, rows)
 
     def __getitem__(self, number: int) -> Lease:
         return self._held[number]
@@ -101,55 +105,56 @@ def claim(
     assignment: Assignment,
 ) -> None:
     queue = state.tasks[task]
-    shards = tuple(sorted(state.by_shard(tickets, queue.needs)))
+    shards = tuple(sorted(state.tickets_by_shard(tickets, queue.needs)))
     lease = Lease(task, owner, key, tuple(tickets), shards, assignment)
     state.shards.hold(lease.shards)
     state.leases.add(number, lease)
     queue.take(lease.tickets)
     if queue.in_sets:
-        _take_places(state, task, lease.tickets)
+        _assign_positions(state, task, lease.tickets)
     if queue.in_order:
         state.woken.add(rows_for(task))
 
 
-def _take_places(state: QueueState, task: str, tickets: tuple[int, ...]) -> None:
-    """Give ``tickets`` the first free places in the order of training, as they come, unless another
-    trainer did."""
-    place = state.progress.trained[task] * state.plan.prompts_per_step
-    for ticket in [ticket for ticket in tickets if state.groups[ticket].position == NO_STEP]:
-        place = state.groups[ticket].position = state.order.take(place, ticket)
+def _assign_positions(state: QueueState, task: str, tickets: tuple[int, ...]) -> None:
+    """Give each of ``tickets`` the first free position in the order of training, unless it has one
+    from another trainer's claim."""
+    position = state.progress.trained[task] * state.plan.prompts_per_step
+    for ticket in tickets:
+        if state.groups[ticket].position == NO_STEP:
+            position = state.order.assign(position, ticket)
+            state.groups[ticket].position = position
 
 
 @applies("release")
 def release(state: QueueState, lease: int) -> None:
-    """The holder gives a lease back: what is left of its window is offered again as it was."""
+    """The holder releases the lease. The remaining tickets of its window are offered again as one
+    window."""
     held = _end(state, lease)
     queue = state.tasks[held.task]
-    # A whole step may have been taken for a few of its tickets.
+    # A task of whole steps may hold a whole step although only a few of its tickets were ready.
     tickets = tuple(ticket for ticket in held.tickets if queue.statuses[ticket] == HELD)
     for ticket in tickets:
         if queue.in_sets and not state.is_taken(ticket, but=held.task):
-            leave_place(state, ticket)
+            leave_position(state, ticket)
         reopen(state, held.task, ticket)
     if tickets and queue.in_order:
         bisect.insort(queue.returned, tickets)
 
 
 def consume(state: QueueState, lease: int) -> None:
-    """Consumed are the tickets that have what the task gives; others (their rows were refused) are
-    ready again."""
+    """Mark tickets of the lease as consumed if they have the fields that the task adds. The others,
+    whose rows were refused, become ready again."""
     held = _end(state, lease)
     groups, queue = state.groups, state.tasks[held.task]
-    given = [
-        ticket for ticket in held.tickets if groups[ticket].present & queue.gives == queue.gives
-    ]
-    queue.consume(given)
-    if len(given) < len(held.tickets):
-        for ticket in set(held.tickets).difference(given):
+    consumed = [ticket for ticket in held.tickets if groups[ticket].has(queue.gives)]
+    queue.consume(consumed)
+    if len(consumed) < len(held.tickets):
+        for ticket in set(held.tickets).difference(consumed):
             reopen(state, held.task, ticket)
 
 
 def _end(state: QueueState, lease: int) -> Lease:
     held = state.leases.end(lease)
-    state.shards.let_go(held.shards)
+    state.shards.release(held.shards)
     return held

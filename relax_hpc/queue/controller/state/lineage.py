@@ -1,4 +1,5 @@
-"""The versions that survive: an actor that resumes at an earlier step rolls the later ones back."""
+"""The surviving versions. If an actor resumes at an earlier step, later versions are rolled
+back."""
 
 from __future__ import annotations
 
@@ -7,21 +8,21 @@ from typing import Any
 
 from relax_hpc.base.versions import Version
 
-_ORIGINS = 4096
+_MAX_ORIGINS = 4096
 
 
 @dataclass(slots=True)
 class Lineage:
-    """Steps at which the incarnations of the actor went on."""
+    """Steps at which the incarnations of the actor resumed."""
 
     starts: list[tuple[int, int]] = field(default_factory=list)
-    """Incarnation and the step that it resumed at, the latest last."""
+    """Incarnation and the step at which it resumed, the latest last."""
     _origins: dict[tuple[int, ...], tuple[bool, int]] = field(default_factory=dict, compare=False)
     """Results of `origin`."""
 
     @property
     def incarnation(self) -> int:
-        """Incarnation that trains; 0 before any does."""
+        """Incarnation that trains; 0: none has started."""
         return self.starts[-1][0] if self.starts else 0
 
     def resume(self, incarnation: int, step: int) -> None:
@@ -38,10 +39,10 @@ class Lineage:
         return all(version.number <= start for _, start in later)
 
     def origin(self, codes: tuple[int, ...]) -> tuple[bool, int]:
-        """Whether all of these encoded versions survive, and the lowest number among them (-1 if
-        there are none)."""
+        """Whether all of these encoded versions survive, and the lowest of their numbers (-1 if
+        ``codes`` is empty)."""
         if codes not in self._origins:
-            if len(self._origins) >= _ORIGINS:
+            if len(self._origins) >= _MAX_ORIGINS:
                 self._origins.clear()
             versions = [Version.decode(code) for code in codes]
             lowest = min((version.number for version in versions), default=-1)

@@ -1,12 +1,14 @@
 """Holders of media, and the record that adds media to a holder.
 
-A holder is registered before its media are stored, so media without a holder can be deleted."""
+A holder is registered before its media are stored, so media without a holder can be deleted.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.queue.controller.registry import applies
@@ -28,22 +30,23 @@ class MediaHolders:
 
     holders: dict[int, tuple[str, ...]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    """Holders of each medium, counted."""
+    """Number of holders of each medium."""
     garbage: list[str] = field(default_factory=list, compare=False)
-    """Media that lost their last holder; whoever removes their files empties the list."""
+    """Media that lost their last holder. `take_garbage` empties the list."""
 
-    def of(self, holder: int) -> tuple[str, ...]:
+    def media_of(self, holder: int) -> tuple[str, ...]:
         return self.holders.get(holder, ())
 
     def hold(self, holder: int, ids: Iterable[str]) -> None:
-        """Note that ``holder`` needs these media too."""
-        known = self.of(holder)
-        if fresh := sorted(set(ids).difference(known)):
-            self.holders[holder] = (*known, *fresh)
-            self.counts.update(fresh)
+        """Add media to ``holder``."""
+        present = self.media_of(holder)
+        added = sorted(set(ids).difference(present))
+        if added:
+            self.holders[holder] = (*present, *added)
+            self.counts.update(added)
 
     def release(self, holder: int) -> None:
-        """Note that ``holder`` needs nothing any more."""
+        """Remove ``holder``, which needs no media any more."""
         for media_id in self.holders.pop(holder, ()):
             self.counts[media_id] -= 1
             if not self.counts[media_id]:
@@ -51,7 +54,7 @@ class MediaHolders:
                 self.garbage.append(media_id)
 
     def take_garbage(self) -> list[str]:
-        """Take the media whose files can be removed: nobody has named them since."""
+        """Take the media whose files can be deleted, because they still have no holder."""
         garbage, self.garbage = self.garbage, []
         return [media_id for media_id in garbage if media_id not in self.counts]
 
@@ -60,7 +63,7 @@ class MediaHolders:
 
     def load(self, values: Any) -> None:
         self.holders = {holder: tuple(ids) for holder, ids in values.items()}
-        self.counts = Counter(media_id for ids in self.holders.values() for media_id in ids)
+        self.counts = Counter(chain.from_iterable(self.holders.values()))
 
 
 @applies("media")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.queue.controller.registry import applies
 from relax_hpc.queue.controller.state.leases import release
-from relax_hpc.queue.controller.state.rows import lose
-from relax_hpc.queue.controller.state.tickets import take_back
+from relax_hpc.queue.controller.state.rows import lose_shard
+from relax_hpc.queue.controller.state.tickets import free_tickets_of
 from relax_hpc.queue.controller.topics import ALL
 from relax_hpc.queue.records import Owner
 
@@ -21,12 +21,12 @@ class Members:
     """The incarnations of each group, by its name."""
 
     incarnations: dict[str, int] = field(default_factory=dict)
-    """Newest incarnation of each group that was heard of."""
+    """Newest known incarnation of each group."""
     ended: dict[str, int] = field(default_factory=dict)
-    """Newest incarnation of each group that was seen to end."""
+    """Newest incarnation of each group that has ended."""
 
     def lowest_allowed(self, owner: Owner) -> int:
-        """0 while ``owner`` may speak for its group, else the lowest incarnation that may."""
+        """0 if messages of ``owner`` are accepted, else the lowest accepted incarnation."""
         group, incarnation = owner
         lowest = max(self.incarnations.get(group, 0), self.ended.get(group, 0) + 1)
         return lowest if incarnation < lowest else 0
@@ -46,18 +46,18 @@ def register(state: QueueState, group: str, incarnation: int) -> None:
 
 
 @applies("down")
-def end(state: QueueState, group: str, incarnation: int) -> None:
+def end_incarnation(state: QueueState, group: str, incarnation: int) -> None:
     state.members.ended[group] = max(incarnation, state.members.ended.get(group, 0))
     _end_incarnations(state, group, incarnation + 1)
 
 
 def _end_incarnations(state: QueueState, group: str, below: int) -> None:
-    """Release what incarnations of ``group`` before incarnation ``below`` hold."""
-    for lease in state.leases.of_group(group, below):
+    """Release everything that incarnations of ``group`` before incarnation ``below`` hold."""
+    for lease in state.leases.held_by_group(group, below):
         release(state, lease)
-    take_back(state, group, below)
-    for number in state.shards.unsaved_of(group, below):
-        lose(state, number)
+    free_tickets_of(state, group, below)
+    for number in state.shards.unsaved_of_group(group, below):
+        lose_shard(state, number)
     state.weights.end_readers(group, below)
     state.device_turns.keep_engines(state.weights.readers)
     if group == state.plan.colocated:
@@ -70,4 +70,4 @@ def _end_incarnations(state: QueueState, group: str, below: int) -> None:
 @applies("note")
 def note(state: QueueState, what: str, name: str, reason: str) -> None:
     state.counts.noted[f"{what}/{reason}"] += 1
-    state.events.tell_of(name, what, state.progress.trained_steps, reason)
+    state.events.add_named(name, what, state.progress.trained_steps, reason)

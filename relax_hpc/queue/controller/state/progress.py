@@ -21,11 +21,11 @@ from relax_hpc.base.versions import Version
 from relax_hpc.config.roles import POLICY
 from relax_hpc.queue.controller.registry import applies
 from relax_hpc.queue.controller.state.leases import consume, release
-from relax_hpc.queue.controller.state.members import end
+from relax_hpc.queue.controller.state.members import end_incarnation
 from relax_hpc.queue.controller.state.prompt_groups import (
     detach,
     drop,
-    leave_place,
+    leave_position,
     reopen,
     withdraw,
 )
@@ -47,17 +47,17 @@ class Progress:
     trained: dict[str, int] = field(default_factory=dict)
     """Steps trained, by trainer."""
     incarnations: dict[str, int] = field(default_factory=dict)
-    """Incarnation that went on last, by trainer."""
+    """Incarnation that resumed last, by trainer."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     """Checkpoints, the latest last: the step of each, and its parts (incarnation, name and digest)
-    by trainer. One that lacks a part is later than all whole ones."""
+    by trainer. Incomplete ones are kept only if they are later than all complete ones."""
     evaluated: int = -1
-    """The highest version that was evaluated."""
+    """The highest evaluated version."""
     gathered: int = 0
-    """The lowest step whose rows may be left to be gathered into a file."""
+    """The lowest step whose rows may still have to be gathered into a file."""
     timed_saves: list[int] = field(default_factory=list)
-    """Steps of checkpoints that are made because `checkpoint.every_s` is over; not those that the
-    newest whole one follows."""
+    """Steps of checkpoints that are due because `checkpoint.every_s` has passed, without those up
+    to the newest complete checkpoint."""
 
     def __post_init__(self) -> None:
         self.trained = dict.fromkeys(self.plan.trainers, 0)
@@ -69,70 +69,72 @@ class Progress:
 
     @property
     def furthest(self) -> int:
-        """Steps trained by the trainer that is ahead of the others."""
+        """Steps trained by the trainer that has trained the most."""
         return max(self.trained.values())
 
     @property
-    def whole(self) -> list[int]:
-        """Steps of the checkpoints that may be resumed from, ascending."""
-        return [
-            point["step"]
-            for point in self.checkpoints
-            if self.plan.trainers.keys() <= point["parts"].keys()
-        ]
+    def complete_steps(self) -> list[int]:
+        """Steps of the complete checkpoints, from which trainers can resume, ascending."""
+        trainers = self.plan.trainers.keys()
+        return [point["step"] for point in self.checkpoints if trainers <= point["parts"].keys()]
 
     def parts(self, task: str) -> list[dict[str, Any]]:
-        """Parts that the trainer has saved, each with its step, and whether all others have saved
-        theirs."""
-        whole = set(self.whole)
-        found = [
-            (point["step"], point["parts"][task])
-            for point in self.checkpoints
-            if task in point["parts"]
-        ]
-        return [{"step": step, **part, "whole": step in whole} for step, part in found]
+        """Parts that the trainer has saved, with the step of each, and whether all other trainers
+        have saved theirs."""
+        complete = set(self.complete_steps)
+        parts = []
+        for point in self.checkpoints:
+            if task in point["parts"]:
+                step = point["step"]
+                parts.append({"step": step, **point["parts"][task], "whole": step in complete})
+        return parts
 
     @property
     def covered_steps(self) -> int:
         """Steps that a checkpoint covers."""
-        return min(max(self.whole, default=0), self.trained_steps)
+        return min(max(self.complete_steps, default=0), self.trained_steps)
 
     def finished(self) -> bool:
-        """Every step is trained, the last weights are saved, and evaluated if evaluation is on."""
+        """Whether every step is trained and the last weights are saved, and evaluated if the plan
+        evaluates."""
         steps = self.plan.steps
         if self.trained_steps < steps or (self.plan.eval_every and self.evaluated < steps):
             return False
-        return any(step >= steps for step in self.whole)
+        return any(step >= steps for step in self.complete_steps)
 
     def train(self, task: str, step: int) -> range:
-        """The trainer has trained ``step``; the steps that all have trained now, and had not
-        before."""
+        """Record that the trainer has trained ``step``; the steps that all trainers have trained
+        now, but had not before."""
         before = self.trained_steps
         self.trained[task] = step + 1
         return range(min(before, step), self.trained_steps)
 
     def save(self, step: int, task: str, part: dict[str, Any]) -> bool:
-        """The trainer has its part of the checkpoint of ``step``; whether that is whole now."""
+        """Record the trainer's part of the checkpoint of ``step``; whether the checkpoint is now
+        complete."""
         parts = {point["step"]: point["parts"] for point in self.checkpoints}
         parts[step] = parts.get(step, {}) | {task: part}
         self.checkpoints = [{"step": at, "parts": parts[at]} for at in sorted(parts)]
-        whole = self.whole
-        newest = max(whole, default=0)
-        self.checkpoints = [p for p in self.checkpoints if p["step"] in whole or p["step"] > newest]
+        complete = self.complete_steps
+        newest = max(complete, default=0)
+        self.checkpoints = [
+            point
+            for point in self.checkpoints
+            if point["step"] in complete or point["step"] > newest
+        ]
         self.timed_saves = [at for at in self.timed_saves if at > newest]
-        return step in whole
+        return step in complete
 
     def resume(self, step: int) -> None:
-        """Go back to ``step``: what was done at it and later counts no more, whoever did it."""
-        self.trained = {task: min(steps, step) for task, steps in self.trained.items()} | {
-            POLICY: step
-        }
+        """Return to ``step``: forget all progress at this step and later, of all trainers."""
+        self.trained = {task: min(steps, step) for task, steps in self.trained.items()}
+        self.trained[POLICY] = step
         self.evaluated = min(self.evaluated, step)
         self.gathered = min(self.gathered, step)
         self.forget_after(step)
 
     def forget_after(self, step: int) -> None:
-        """Forget later checkpoints: nobody resumes from them."""
+        """Forget later checkpoints, from which no trainer can resume any more."""
         self.checkpoints = [point for point in self.checkpoints if point["step"] <= step]
 
     def dump(self) -> Any:
@@ -146,17 +148,18 @@ class Progress:
 
 @applies("trained")
 def train(state: QueueState, task: str, step: int, leases: list[int], save_at: int = 0) -> None:
-    """``save_at``: step of a checkpoint that is due by time; 0: none. See `SaveClock`."""
+    """``save_at``: step of a checkpoint that is due by time; 0: none is. See `SaveClock`."""
     if save_at:
         state.progress.timed_saves.append(save_at)
     for lease in leases:
         consume(state, lease)
-    for done in state.progress.train(task, step):
-        tickets = state.tickets_of(done)
+    for trained_step in state.progress.train(task, step):
+        tickets = state.tickets_of(trained_step)
         state.tickets.end_wait(tickets, state.groups.rows_of(tickets))
         for number, count in state.groups.shards_of(tickets).items():
             state.shards.count_untrained(number, -count)
-        state.tell_rows("trained", tickets, str(Version(state.lineage.incarnation, done)), done)
+        version = str(Version(state.lineage.incarnation, trained_step))
+        state.add_row_events("trained", tickets, version, trained_step)
     state.woken.add(ADMISSION)
     lose_stale(state)
 
@@ -178,17 +181,20 @@ def save_checkpoint(
 
 
 def _retire(state: QueueState, end: int) -> None:
-    """Forget prompt groups whose place in the order of training is lower than ``end``."""
+    """Forget prompt groups whose position in the order of training is lower than ``end``."""
     order, in_sets = state.order, state.tasks.in_sets
-    places = range(order.first, end)
-    gone: Iterable[int] = order.between(places.start, max(places.start, end)) if in_sets else places
-    for _, run in groupby(gone, lambda ticket: ticket in state.tickets.untrained):
-        if tickets := [ticket for ticket in run if ticket in state.groups]:
+    positions = range(order.first, end)
+    retired: Iterable[int] = positions
+    if in_sets:
+        retired = order.between(order.first, max(order.first, end))
+    for _, run in groupby(retired, lambda ticket: ticket in state.tickets.untrained):
+        tickets = [ticket for ticket in run if ticket in state.groups]
+        if tickets:
             detach(state, tickets)
-            for ticket in tickets:
-                state.tickets.reissued.discard(ticket)
-                state.media.release(ticket)
-                del state.groups[ticket]
+        for ticket in tickets:
+            state.tickets.reissued.discard(ticket)
+            state.media.release(ticket)
+            del state.groups[ticket]
     order.first = max(order.first, end)
     below = min(state.groups, default=state.tickets.next) if in_sets else end
     for queue in state.tasks.values():
@@ -197,57 +203,58 @@ def _retire(state: QueueState, end: int) -> None:
 
 @applies("resume")
 def resume(state: QueueState, task: str, incarnation: int, step: int) -> None:
-    """Let a trainer go on at ``step``."""
+    """A trainer resumes at ``step``."""
     state.progress.incarnations[task] = incarnation
     if task == POLICY:
-        _take_all_back(state, incarnation, step)
+        _resume_policy(state, incarnation, step)
     else:
-        _train_again(state, task, step)
+        _resume_other_trainer(state, task, step)
 
 
-def _train_again(state: QueueState, task: str, step: int) -> None:
-    """A trainer that is not the policy gets the rows of ``step`` and later ones once more."""
+def _resume_other_trainer(state: QueueState, task: str, step: int) -> None:
+    """A trainer that is not the policy's gets the rows of ``step`` and later steps again."""
     first, queue = step * state.plan.prompts_per_step, state.tasks[task]
     state.progress.trained[task] = step
-    again = state.order.between(first) if queue.in_sets else range(first, state.tickets.next)
-    for ticket in [
-        ticket for ticket in again if ticket in state.groups and queue.statuses[ticket] == DONE
-    ]:
-        _count_as_untrained(state, ticket)
-        reopen(state, task, ticket)
+    tickets = state.order.between(first) if queue.in_sets else range(first, state.tickets.next)
+    for ticket in tickets:
+        if ticket in state.groups and queue.statuses[ticket] == DONE:
+            _count_as_untrained(state, ticket)
+            reopen(state, task, ticket)
     if not queue.in_sets:
         queue.rewind(first)
     if first < state.order.first:
-        # The rows are gone: they have to be drawn once more, for all trainers.
+        # Rows of the step are retired. They must be generated again for all trainers, so the policy
+        # has to resume at this step too.
         state.progress.forget_after(step)
-        _end_life(state, POLICY)
+        _end_trainer(state, POLICY)
     state.woken.add(ALL)
 
 
-def _end_life(state: QueueState, task: str) -> None:
-    """A trainer has to go back: its incarnation, if it lives, may change nothing any more."""
+def _end_trainer(state: QueueState, task: str) -> None:
+    """End the incarnation of a trainer, if it still lives, so that a new one resumes earlier."""
     owner = state.plan.trainers[task], state.progress.incarnations.get(task, 0)
     if not state.members.lowest_allowed(owner):
-        end(state, *owner)
+        end_incarnation(state, *owner)
 
 
-def _take_all_back(state: QueueState, incarnation: int, step: int) -> None:
-    """Training goes on at ``step``: what was made of it and of later ones, by weights that are
-    gone, is undone."""
-    others = [task for task in state.plan.trainers if task != POLICY]
-    for task in [task for task in others if state.progress.trained[task] > step]:
-        _end_life(state, task)
-    for lease in state.leases.of_tasks(others):
+def _resume_policy(state: QueueState, incarnation: int, step: int) -> None:
+    """The policy resumes at ``step``: undo what rolled-back weights have made, and everything that
+    was done for this step and later ones."""
+    other_trainers = [task for task in state.plan.trainers if task != POLICY]
+    for task in other_trainers:
+        if state.progress.trained[task] > step:
+            _end_trainer(state, task)
+    for lease in state.leases.held_by_tasks(other_trainers):
         release(state, lease)
     state.lineage.resume(incarnation, step)
-    state.device_turns.rested.clear()
+    state.device_turns.freed_after.clear()
     state.progress.resume(step)
     first, in_sets = step * state.plan.prompts_per_step, state.tasks.in_sets
     state.tickets.next = max(state.tickets.next, first)
     state.order.first = min(state.order.first, first)
-    undone: Sequence[int] = (
-        _cut_order(state, first) if in_sets else range(first, state.tickets.next)
-    )
+    undone: Sequence[int] = range(first, state.tickets.next)
+    if in_sets:
+        undone = _cut_order(state, first)
     for ticket in undone:
         if ticket in state.groups:
             _roll_back(state, ticket, state.groups[ticket])
@@ -261,46 +268,53 @@ def _take_all_back(state: QueueState, incarnation: int, step: int) -> None:
 
 
 def _cut_order(state: QueueState, first: int) -> list[int]:
-    """Forget the order of training from place ``first`` on; all admitted tickets that were not
-    trained before."""
-    places, groups, admitted = state.order.tickets, state.groups, state.tickets.next
-    again = state.order.between(first)
-    for ticket in filter(groups.__contains__, again):
-        groups[ticket].position = NO_STEP
-    del places[first:]
+    """Forget the order of training from position ``first`` on; all admitted tickets that were not
+    trained before it."""
+    positions, groups, admitted = state.order.tickets, state.groups, state.tickets.next
+    removed = state.order.between(first)
+    for ticket in removed:
+        if ticket in groups:
+            groups[ticket].position = NO_STEP
+    del positions[first:]
     waiting = {ticket for ticket, group in groups.items() if group.position == NO_STEP}
-    # Who resumes behind all that the queue knows was trained on tickets that it does not know.
+    # If the policy resumes later than all that the journal contains, steps before were trained on
+    # tickets that are unknown. Other tickets take their positions.
     unknown = (ticket for ticket in range(admitted) if ticket not in waiting)
-    places.extend(islice(unknown, len(places), first) if len(places) < first else ())
-    return sorted(waiting.union(again))
+    if len(positions) < first:
+        positions.extend(islice(unknown, len(positions), first))
+    return sorted(waiting.union(removed))
 
 
 def _roll_back(state: QueueState, ticket: int, group: PromptGroup) -> None:
-    """Drop what rolled-back weights made, after the lineage changed, and give the rest back to the
-    trainers."""
+    """After a change of the lineage: drop what rolled-back weights have made, and offer the rest to
+    the trainers again."""
     if not state.lineage.origin(tuple(group.versions))[0]:
         drop(state, ticket, "rolled_back")
         return
     latest = state.progress.trained_steps + state.plan.max_staleness
     if group.owner and state.plan.step_of(ticket) <= latest:
-        # Whoever goes on with it may do so by the version that was resumed from.
+        # The owner may continue it with the version from which the policy resumed.
         group.last = min(group.last, latest)
-    for task in [
-        task for task in state.plan.trainers if state.tasks[task].statuses[ticket] == DONE
-    ]:
-        _count_as_untrained(state, ticket)
-        leave_place(state, ticket)
-        reopen(state, task, ticket)
+    for task in state.plan.trainers:
+        if state.tasks[task].statuses[ticket] == DONE:
+            _count_as_untrained(state, ticket)
+            leave_position(state, ticket)
+            reopen(state, task, ticket)
     if group.old_version and not state.lineage.origin((group.old_version,))[0]:
-        for part in [part for part in group.parts if state.bits.mask(part[1]) & state.scored]:
-            withdraw(state, ticket, part)
+        scores = [
+            shard_fields
+            for shard_fields in group.parts
+            if state.bits.mask(shard_fields[1]) & state.scored
+        ]
+        for shard_fields in scores:
+            withdraw(state, ticket, shard_fields)
 
 
 def _count_as_untrained(state: QueueState, ticket: int) -> None:
-    """Count the prompt group as waiting for training again: what a trainer has made of it is about
-    to be undone."""
+    """Count the prompt group as waiting for training again, before a trainer's work on it is
+    undone."""
     if state.is_trained(ticket):
         for number, _ in state.groups[ticket].parts:
             state.shards.count_untrained(number, 1)
         state.tickets.wait([ticket], state.groups[ticket].rows)
-        state.events.tell("returned", [ticket])
+        state.events.add("returned", [ticket])

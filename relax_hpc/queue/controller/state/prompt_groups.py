@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.queue.controller.state.segments import lose_log
@@ -23,70 +24,71 @@ class PromptGroups(dict[int, PromptGroup]):
     """Prompt groups by ticket."""
 
     def shards_of(self, tickets: Iterable[int]) -> Counter[int]:
-        """Numbers of the shards in which they lie, and how many of them in each."""
-        return Counter([number for ticket in tickets for number, _ in self[ticket].parts])
+        """Numbers of the shards of ``tickets``, and how many fields of them each shard has."""
+        numbers: list[int] = []
+        for ticket in tickets:
+            numbers += [number for number, _ in self[ticket].parts]
+        return Counter(numbers)
 
     def rows_of(self, tickets: Iterable[int]) -> int:
-        """Rows that ``tickets`` have in all."""
+        """Number of rows of all ``tickets``."""
         return sum(self[ticket].rows for ticket in tickets)
 
     def dump(self) -> Any:
-        """Part by part, which many of them have in common, and the groups."""
-        parts = {
-            part: n
-            for n, part in enumerate(dict.fromkeys(part for g in self.values() for part in g.parts))
-        }
+        """The distinct parts, which many groups share, and the groups with numbers of parts."""
+        distinct = dict.fromkeys(chain.from_iterable(group.parts for group in self.values()))
+        numbers = {part: number for number, part in enumerate(distinct)}
         groups = [
             (
                 (ticket, g.owner, g.attempt, g.filtered, g.last, g.position),
                 (g.lengths, g.episodes, list(g.versions), g.media),
-                (g.old_version, [parts[part] for part in g.parts]),
+                (g.old_version, [numbers[part] for part in g.parts]),
             )
             for ticket, g in self.items()
         ]
-        return list(parts), groups
+        return list(numbers), groups
 
     def load(self, values: Any, bits: FieldBits) -> None:
-        parts: list[ShardFields] = [(number, tuple(fields)) for number, fields in values[0]]
-        for (ticket, owner, attempt, filtered, last, place), rows, (old_version, numbers) in values[
-            1
-        ]:
+        shards_fields: list[ShardFields] = [(number, tuple(fields)) for number, fields in values[0]]
+        for head, rows, (old_version, numbers) in values[1]:
+            ticket, owner, attempt, filtered, last, position = head
             group = PromptGroup((owner[0], owner[1]) if owner else None, attempt, filtered)
-            group.last, group.position, group.old_version = last, place, old_version
+            group.last, group.position, group.old_version = last, position, old_version
             lengths, episodes, versions, media = rows
             if lengths:
-                group.declare(lengths, same_bytes(episodes), shared(tuple(versions)), media)
-            group.parts = tuple(parts[number] for number in numbers)
+                group.declare(
+                    lengths, shared_bytes(episodes), shared_versions(tuple(versions)), media
+                )
+            group.parts = tuple(shards_fields[number] for number in numbers)
             for _, fields in group.parts:
                 group.present |= bits.mask(fields)
             self[ticket] = group
 
 
 @lru_cache(maxsize=4096)
-def same_bytes(data: bytes) -> bytes:
-    """One object for all prompt groups whose episodes have as many rows."""
+def shared_bytes(data: bytes) -> bytes:
+    """One object for equal `episodes` of all prompt groups."""
     return data
 
 
 @lru_cache(maxsize=4096)
-def shared(codes: tuple[int, ...]) -> frozenset[int]:
-    """One object for all prompt groups with the same versions."""
+def shared_versions(codes: tuple[int, ...]) -> frozenset[int]:
+    """One object for equal `versions` of all prompt groups."""
     return frozenset(codes)
 
 
 def drop(state: QueueState, ticket: int, reason: str) -> None:
     """Count the rows of ``ticket`` as dropped and offer the ticket again.
 
-    Of one that has none, or of which nobody knows them any more, the prompt group is told, and
-    counts for one an episode.
+    If its rows are unknown, it counts as one row for each episode, and has one event.
     """
     episodes = state.groups[ticket].episodes
     state.counts.dropped[reason] += sum(episodes or state.plan.undeclared)
-    state.events.tell_rows("dropped", episodes, [ticket], reason=reason)
+    state.events.add_rows("dropped", episodes, [ticket], reason=reason)
     if reason != "lost":
         lose_log(state, ticket, reason)
     group = state.groups[ticket]
-    leave_place(state, ticket)
+    leave_position(state, ticket)
     detach(state, [ticket])
     state.groups[ticket] = PromptGroup(None, group.attempt, group.filtered)
     state.tickets.generating.add([ticket])
@@ -96,24 +98,24 @@ def drop(state: QueueState, ticket: int, reason: str) -> None:
 
 
 def reissue(state: QueueState, ticket: int) -> None:
-    """Somebody else may be admitted to ``ticket``, which is in generation."""
+    """Allow another admission of ``ticket``, which has no rows and no owner."""
     state.tickets.reissued.add(ticket)
     state.groups[ticket].last = state.last_step(state.segments.versions(ticket))
-    # Who waits to train may wait for it no more.
+    # A trainer may have waited for this ticket, and need not wait for it any more.
     state.woken |= {ADMISSION, *map(rows_for, state.tasks.in_sets)}
 
 
-def withdraw(state: QueueState, ticket: int, part: ShardFields) -> None:
-    """Take the fields of ``part`` from a prompt group: whose task gave them must give them
-    again."""
+def withdraw(state: QueueState, ticket: int, shard_fields: ShardFields) -> None:
+    """Remove the fields of ``shard_fields`` from a prompt group. The task that added them must add
+    them again."""
     group = state.groups[ticket]
-    group.parts = tuple(other for other in group.parts if other != part)
+    group.parts = tuple(present for present in group.parts if present != shard_fields)
     group.present = 0
     for _, fields in group.parts:
         group.present |= state.bits.mask(fields)
     if not group.has(state.scored):
         group.old_version = 0
-    state.shards.drop(part[0], 1, int(ticket in state.tickets.untrained))
+    state.shards.drop(shard_fields[0], 1, int(ticket in state.tickets.untrained))
     for task, queue in state.tasks.items():
         status = queue.statuses[ticket]
         if status != HELD and not (status == DONE and group.has(queue.gives)):
@@ -121,26 +123,29 @@ def withdraw(state: QueueState, ticket: int, part: ShardFields) -> None:
 
 
 def reopen(state: QueueState, task: str, ticket: int) -> None:
-    """Open ``ticket`` to ``task`` again: not taken, and ready if it has all that the task needs."""
+    """Open ``ticket`` to ``task`` again: not held, and ready if it has all fields that the task
+    needs."""
     queue = state.tasks[task]
     queue.reopen(ticket, state.groups[ticket].has(queue.needs))
     state.woken.add(rows_for(task))
 
 
-def leave_place(state: QueueState, ticket: int) -> None:
-    """Take the place in the order of training from ``ticket``, if it has one."""
+def leave_position(state: QueueState, ticket: int) -> None:
+    """Free the position of ``ticket`` in the order of training, if it has one."""
     group = state.groups[ticket]
     if group.position != NO_STEP:
-        state.order.leave(group.position)
+        state.order.clear(group.position)
         group.position = NO_STEP
 
 
 def detach(state: QueueState, tickets: Sequence[int]) -> None:
-    """No shard or lease knows them any more. All of them wait for training, or none."""
-    if untrained := tickets[0] in state.tickets.untrained:
+    """Remove tickets from shards, leases and waiting lists. Either all of them wait for training,
+    or none does."""
+    untrained = tickets[0] in state.tickets.untrained
+    if untrained:
         state.tickets.end_wait(tickets, state.groups.rows_of(tickets))
     for number, count in state.groups.shards_of(tickets).items():
         state.shards.drop(number, count, count * untrained)
     if state.tasks.hold_any(tickets):
-        state.leases.shrink(tickets, state.groups)
+        state.leases.remove_tickets(tickets, state.groups)
     state.tickets.generating.discard(tickets)

@@ -36,34 +36,24 @@ from relax_hpc.queue.records import NO_STEP, FieldBits
 
 Record = dict[str, Any]
 _SAVED = (
-    "members",
-    "lineage",
-    "weights",
-    "progress",
-    "tickets",
-    "order",
-    "leases",
-    "shards",
-    "tasks",
+    *("members", "lineage", "weights", "progress", "tickets", "order", "leases", "shards"),
+    *("tasks", "segments", "media", "counts", "device_turns", "admissions", "puts"),
 )
-_SAVED += ("segments", "media", "counts", "device_turns", "admissions", "puts")
-"""Parts that a snapshot holds by their `dump` and gets back by their `load`, beside `groups` and
+"""Parts that a snapshot contains, each by its `dump` and `load`; in addition to `groups` and
 `bits`."""
 
 
 class QueueState:
-    """The parts of the state, each of which owns what it says. Only appliers of records change
-    them."""
+    """All parts of the state. Only appliers of records change them."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.bits = FieldBits(
-            name for task in plan.tasks.values() for name in (*task.needs, *task.gives)
-        )
-        self.generated, self.scored = (
-            self.bits.mask(("token_ids",)),
-            self.bits.mask(("old_logprob_version",)),
-        )
+        fields: list[str] = []
+        for task in plan.tasks.values():
+            fields += (*task.needs, *task.gives)
+        self.bits = FieldBits(fields)
+        self.generated = self.bits.mask(("token_ids",))
+        self.scored = self.bits.mask(("old_logprob_version",))
         self.members = Members()
         self.lineage = Lineage()
         self.weights = Weights(self.lineage)
@@ -81,44 +71,44 @@ class QueueState:
         self.admissions, self.puts = ReplyCache(), ReplyCache()
         self.events = Events(plan)
         self.woken: set[str] = set()
-        """Topics of waiting requests that may be answered since it was last emptied."""
+        """Topics of waiting requests that may have an answer now. The service empties it."""
 
     def apply(self, record: Record) -> None:
-        """Carry out one journal record. Deterministic; records are checked before they are
+        """Apply one journal record. This is deterministic; records are checked before they are
         journaled."""
-        about = dict(record)
-        if "owner" in about:
-            # A list, as it comes from the journal.
-            about["owner"] = tuple(about["owner"])
-        APPLIERS[about.pop("op")](self, **about)
+        arguments = dict(record)
+        if "owner" in arguments:
+            # Records from the journal have a list here.
+            arguments["owner"] = tuple(arguments["owner"])
+        APPLIERS[arguments.pop("op")](self, **arguments)
 
-    # -- what follows from several parts -----------------------------------------------------------
+    # -- values that depend on several parts -------------------------------------------------------
 
-    def by_shard(self, tickets: Iterable[int], bits: int) -> dict[int, list[int]]:
-        """Tickets by the number of each shard in which any of these fields of them lie."""
-        groups, of = self.groups, self.bits.mask
-        found: dict[int, list[int]] = {}
+    def tickets_by_shard(self, tickets: Iterable[int], bits: int) -> dict[int, list[int]]:
+        """Tickets by the number of each shard that has any of these fields of them."""
+        groups, mask = self.groups, self.bits.mask
+        by_shard: dict[int, list[int]] = {}
         for ticket in tickets:
             for number, fields in groups[ticket].parts:
-                if of(fields) & bits:
-                    there = found.setdefault(number, [])
-                    if not there or there[-1] != ticket:
-                        there.append(ticket)
-        return found
+                if mask(fields) & bits:
+                    in_shard = by_shard.setdefault(number, [])
+                    if not in_shard or in_shard[-1] != ticket:
+                        in_shard.append(ticket)
+        return by_shard
 
-    def tell_rows(
+    def add_row_events(
         self, what: str, tickets: Sequence[int], version: str = "", step: int = NO_STEP
     ) -> None:
         """Add the same event for all rows of ``tickets``."""
         for episodes, alike in groupby(tickets, lambda ticket: self.groups[ticket].episodes):
-            self.events.tell_rows(what, episodes, list(alike), version, step=step)
+            self.events.add_rows(what, episodes, list(alike), version, step=step)
 
     def tickets_of(self, step: int) -> Sequence[int]:
-        """Tickets that ``step`` trains, as far as that is decided; ascending where steps have no
+        """Tickets that ``step`` trains, if they are already decided; ascending if steps have no
         sets."""
         size = self.plan.prompts_per_step
-        places = range(step * size, (step + 1) * size)
-        return self.order.between(places.start, places.stop) if self.tasks.in_sets else places
+        first, end = step * size, (step + 1) * size
+        return self.order.between(first, end) if self.tasks.in_sets else range(first, end)
 
     def is_trained(self, ticket: int) -> bool:
         """Whether all trainers have trained on ``ticket``."""
@@ -128,51 +118,48 @@ class QueueState:
         return any(self.tasks[task].statuses[ticket] == DONE for task in self.plan.trainers)
 
     def is_taken(self, ticket: int, but: str) -> bool:
-        """Whether another trainer than ``but`` holds ``ticket``, or has trained on it."""
+        """Whether a trainer other than ``but`` holds ``ticket`` or has trained on it."""
         return any(
             self.tasks[task].statuses[ticket] >= HELD for task in self.plan.trainers if task != but
         )
 
     def step_of(self, ticket: int) -> int:
-        """The step that trains ``ticket``, or for which it is admitted while that is not
-        decided."""
+        """The step that trains ``ticket``; while it is undecided, the step for which the ticket is
+        admitted."""
         group = self.groups.get(ticket)
-        return self.plan.step_of(
-            ticket if group is None or group.position == NO_STEP else group.position
-        )
+        if group is None or group.position == NO_STEP:
+            return self.plan.step_of(ticket)
+        return self.plan.step_of(group.position)
 
     def last_step(self, codes: Iterable[int]) -> int:
-        """The last step that may train tokens of these encoded versions; NO_STEP if there are
-        none."""
+        """The last step that may train tokens of these encoded versions; NO_STEP if ``codes`` is
+        empty."""
         oldest = self.lineage.origin(tuple(codes))[1]
         return oldest + self.plan.max_staleness if oldest >= 0 else NO_STEP
 
     # -- snapshots ---------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
-        """Everything that matters, msgpack-able; events that were not taken yet are left out."""
+        """The whole state for a snapshot, without events that were not taken yet."""
         parts = {name: getattr(self, name).dump() for name in _SAVED}
         return {"fields": self.bits.names, "groups": self.groups.dump(), **parts}
 
     @classmethod
     def load(cls, plan: Plan, values: dict[str, Any]) -> QueueState:
-        """The state that ``values`` are the dump of. LookupError, TypeError or ValueError: they are
-        none."""
+        """The state of a dump. LookupError, TypeError or ValueError: ``values`` are no dump."""
         state = cls(plan)
         state.bits = FieldBits(values["fields"])
         state.groups.load(values["groups"], state.bits)
         for name in _SAVED:
             getattr(state, name).load(values[name])
-        state._count_anew()
+        state._count_derived()
         return state
 
-    def _count_anew(self) -> None:
-        """Count what is not in a dump because it follows from several parts: where tickets are, and
-        who needs which shards."""
-        shards, trained = (
-            self.shards.by_number,
-            {ticket for ticket in self.groups if self.is_trained(ticket)},
-        )
+    def _count_derived(self) -> None:
+        """Compute values that are not in a dump because they follow from it: the lists of tickets,
+        and the numbers of users of each shard."""
+        shards = self.shards.by_number
+        trained = {ticket for ticket in self.groups if self.is_trained(ticket)}
         for ticket, group in self.groups.items():
             for number, _ in group.parts:
                 shards[number].needed += 1
@@ -189,4 +176,4 @@ class QueueState:
         untrained = self.groups.keys() - trained - set(self.tickets.generating)
         self.tickets.wait(untrained, self.groups.rows_of(untrained))
         for number, shard in shards.items():
-            self.shards.put_back(number, shard)
+            self.shards.restore(number, shard)

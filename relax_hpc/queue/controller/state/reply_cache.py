@@ -1,5 +1,5 @@
-"""Answers that clients may ask for again, because the first one, or their controller, was lost on
-the way."""
+"""Answers of recent requests. A client repeats a request if its answer, or the controller, was
+lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from relax_hpc.queue.records import Owner
 
 REMEMBERED = 256
-"""Latest answers that are kept for each client: more than it ever waits for at a time."""
+"""Number of answers kept for each client: more than it ever waits for at a time."""
 
 
 @dataclass(slots=True)
@@ -25,9 +25,9 @@ class ReplyCache:
     clients: dict[str, tuple[Owner, dict[str, Any]]] = field(default_factory=dict)
 
     def recall(self, key: str) -> Any:
-        """Answer that was given to the request; None: it is new."""
-        known = self.clients.get(key.rpartition("#")[0])
-        return known[1].get(key) if known else None
+        """Answer of an earlier request with this key; None: the request is new."""
+        client = self.clients.get(key.rpartition("#")[0])
+        return client[1].get(key) if client else None
 
     def remember(self, key: str, owner: Owner, answer: Any) -> None:
         _, answers = self.clients.setdefault(key.rpartition("#")[0], (owner, {}))
@@ -36,13 +36,12 @@ class ReplyCache:
             answers.pop(next(iter(answers)))
 
     def forget(self, group: str, below: int) -> None:
-        """Incarnations of ``group`` before incarnation ``below`` ask for nothing any more."""
-        over = [
-            name
-            for name, ((who, incarnation), _) in self.clients.items()
-            if who == group and incarnation < below
-        ]
-        for name in over:
+        """Forget clients of incarnations of ``group`` before incarnation ``below``."""
+        ended = []
+        for name, (owner, _) in self.clients.items():
+            if owner[0] == group and owner[1] < below:
+                ended.append(name)
+        for name in ended:
             del self.clients[name]
 
     def dump(self) -> Any:
@@ -50,5 +49,5 @@ class ReplyCache:
 
     def load(self, values: Any) -> None:
         self.clients = {
-            name: ((who[0], who[1]), answers) for name, (who, answers) in values.items()
+            name: ((owner[0], owner[1]), answers) for name, (owner, answers) in values.items()
         }

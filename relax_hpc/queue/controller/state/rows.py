@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 from relax_hpc.base.versions import Version
 from relax_hpc.queue.controller.registry import applies
 from relax_hpc.queue.controller.state.leases import consume
-from relax_hpc.queue.controller.state.prompt_groups import drop, same_bytes, shared, withdraw
+from relax_hpc.queue.controller.state.prompt_groups import (
+    drop,
+    shared_bytes,
+    shared_versions,
+    withdraw,
+)
 from relax_hpc.queue.controller.state.segments import use_logs
 from relax_hpc.queue.controller.topics import DISK, rows_for
 from relax_hpc.queue.records import Owner, Shard, ShardFields
@@ -57,22 +62,25 @@ def _store(
     saved: bool,
     media: Mapping[int, bytes],
 ) -> None:
-    """Fields of prompt groups, told as (ticket, lengths, versions, episodes), lie in a new shard;
-    ``media``: of some of them the tokens of each row that stand for media."""
+    """Add a new shard with fields of prompt groups; ``rows``: (ticket, lengths, versions, episodes)
+    of each. ``media``: encoded tokens of media, of those that have any."""
     tickets, bits = [row[0] for row in rows], state.bits.mask(fields)
     generated, scored, groups = bits & state.generated, bits & state.scored, state.groups
     if generated:
         state.tickets.store(tickets, sum(sum(episodes) for *_, episodes in rows))
     shard = Shard(descriptor, fields, owner, () if saved else tuple(tickets), len(tickets))
     shard.untrained = sum(map(state.tickets.untrained.__contains__, tickets))
-    part = (state.shards.add(shard), fields)
+    shard_fields = (state.shards.add(shard), fields)
     for ticket, lengths, versions, episodes in rows:
         group = groups[ticket]
-        group.parts += (part,)
+        group.parts += (shard_fields,)
         group.present |= bits
         if generated:
             group.declare(
-                lengths, same_bytes(episodes), shared(tuple(versions)), media.get(ticket, b"")
+                lengths,
+                shared_bytes(episodes),
+                shared_versions(tuple(versions)),
+                media.get(ticket, b""),
             )
             group.owner = None
             group.last = state.last_step(versions)
@@ -82,14 +90,14 @@ def _store(
         if queue.needs & bits:
             _offer(state, task, tickets, bits)
     if saved:
-        _count(state, part, tickets)
+        _count_saved(state, shard_fields, tickets)
 
 
-def _offer(state: QueueState, task: str, tickets: Sequence[int], came: int) -> None:
-    """Offer ``tickets``, to which fields came, to ``task``, which may have waited for them."""
+def _offer(state: QueueState, task: str, tickets: Sequence[int], added: int) -> None:
+    """Offer ``tickets``, which got the fields ``added``, to ``task``, if it can take them now."""
     groups, needs = state.groups, state.tasks[task].needs
-    if came & needs != needs:
-        tickets = [ticket for ticket in tickets if groups[ticket].present & needs == needs]
+    if added & needs != needs:
+        tickets = [ticket for ticket in tickets if groups[ticket].has(needs)]
     if tickets:
         state.tasks[task].offer(tickets)
     state.woken.add(rows_for(task))
@@ -98,23 +106,24 @@ def _offer(state: QueueState, task: str, tickets: Sequence[int], came: int) -> N
 @applies("saved")
 def save(state: QueueState, shards: list[int]) -> None:
     for number in shards:
-        part = (number, state.shards[number].fields)
-        waited = state.shards.saved(number)
-        _count(state, part, [ticket for ticket in waited if _lies_in(state, ticket, part)])
-
-
-def _count(state: QueueState, part: ShardFields, tickets: Sequence[int]) -> None:
-    """The fields of ``part`` are on disk, or as safe as was asked for: from now on they count."""
-    state.woken.add(DISK)
-    if state.bits.mask(part[1]) & state.generated:
-        _accept(state, tickets)
-    else:
-        late = state.shards.unsaved
-        _tell_given(
-            state,
-            part[1],
-            [ticket for ticket in tickets if _accepted(state, ticket)] if late else tickets,
+        shard_fields = (number, state.shards[number].fields)
+        waiting = state.shards.mark_saved(number)
+        _count_saved(
+            state, shard_fields, [t for t in waiting if _is_in_shard(state, t, shard_fields)]
         )
+
+
+def _count_saved(state: QueueState, shard_fields: ShardFields, tickets: Sequence[int]) -> None:
+    """Count the fields of ``shard_fields``, which are as durable as configured, and add their
+    events."""
+    state.woken.add(DISK)
+    if state.bits.mask(shard_fields[1]) & state.generated:
+        _accept(state, tickets)
+        return
+    if state.shards.unsaved:
+        # Fields of a row that is not accepted yet are counted when it is accepted.
+        tickets = [ticket for ticket in tickets if _is_accepted(state, ticket)]
+    _add_field_events(state, shard_fields[1], tickets)
 
 
 def _accept(state: QueueState, tickets: Sequence[int]) -> None:
@@ -122,16 +131,16 @@ def _accept(state: QueueState, tickets: Sequence[int]) -> None:
     for versions, same in groupby(tickets, lambda ticket: groups[ticket].versions):
         accepted = list(same)
         state.counts.accepted += groups.rows_of(accepted)
-        state.tell_rows("accepted", accepted, _oldest(versions))
+        state.add_row_events("accepted", accepted, _oldest(versions))
     if state.segments.logs:
         use_logs(state, tickets)
-    for ticket in [ticket for ticket in tickets if len(groups[ticket].parts) > 1]:
+    for ticket in tickets:
         for number, fields in groups[ticket].parts[1:]:
             if not state.shards[number].unsaved:
-                _tell_given(state, fields, [ticket])
+                _add_field_events(state, fields, [ticket])
 
 
-def _accepted(state: QueueState, ticket: int) -> bool:
+def _is_accepted(state: QueueState, ticket: int) -> bool:
     return not state.shards[state.groups[ticket].parts[0][0]].unsaved
 
 
@@ -140,30 +149,33 @@ def _oldest(codes: frozenset[int]) -> str:
     return str(min(Version.decode(code) for code in codes))
 
 
-def _tell_given(state: QueueState, fields: tuple[str, ...], tickets: Sequence[int]) -> None:
-    """A task has given ``fields``; where they are scores, by which version."""
+def _add_field_events(state: QueueState, fields: tuple[str, ...], tickets: Sequence[int]) -> None:
+    """Add events of tickets to which a task added ``fields``; for scores, with the version that
+    computed them."""
     if not state.bits.mask(fields) & state.scored:
-        state.events.tell(fields[0], tickets)
+        state.events.add(fields[0], tickets)
         return
     for version, scored in groupby(tickets, lambda ticket: state.groups[ticket].old_version):
-        state.events.tell(fields[0], list(scored), str(Version.decode(version)))
+        state.events.add(fields[0], list(scored), str(Version.decode(version)))
 
 
-def lose(state: QueueState, number: int) -> None:
-    """Lose a shard that nobody can save any more: who made it is gone."""
+def lose_shard(state: QueueState, number: int) -> None:
+    """Drop the rows of a shard that was not saved before its producer ended."""
     shard = state.shards[number]
-    part, waited = (number, shard.fields), state.shards.saved(number)
-    for ticket in [ticket for ticket in waited if _lies_in(state, ticket, part)]:
+    shard_fields, waiting = (number, shard.fields), state.shards.mark_saved(number)
+    for ticket in waiting:
+        if not _is_in_shard(state, ticket, shard_fields):
+            continue
         if state.bits.mask(shard.fields) & state.generated:
             drop(state, ticket, "lost")
         else:
-            withdraw(state, ticket, part)
-            state.events.tell("lost", [ticket], reason=shard.fields[0])
+            withdraw(state, ticket, shard_fields)
+            state.events.add("lost", [ticket], reason=shard.fields[0])
     state.woken.add(DISK)
 
 
-def _lies_in(state: QueueState, ticket: int, part: ShardFields) -> bool:
-    return ticket in state.groups and part in state.groups[ticket].parts
+def _is_in_shard(state: QueueState, ticket: int, shard_fields: ShardFields) -> bool:
+    return ticket in state.groups and shard_fields in state.groups[ticket].parts
 
 
 @applies("quarantine")
@@ -181,18 +193,22 @@ def gather(state: QueueState, owner: Owner, end: int, files: list) -> None:
 
 
 def _gather_into(state: QueueState, owner: Owner, descriptor: dict, tickets: Sequence[int]) -> None:
-    """All fields of these prompt groups lie in one file from now on, each as what was put together
-    before."""
-    held = {ticket: state.groups[ticket].parts for ticket in tickets}
-    parts = [part for ticket in tickets for part in held[ticket]]
-    fields = tuple(dict.fromkeys(field for _, some in parts for field in some))
+    """Move all fields of these prompt groups to one file. Fields that were put together stay
+    together."""
+    old_parts = {ticket: state.groups[ticket].parts for ticket in tickets}
+    fields: dict[str, None] = {}
+    count = untrained_count = 0
     untrained = state.tickets.untrained
-    shard = Shard(descriptor, fields, owner, (), len(parts))
-    shard.untrained = sum(len(held[ticket]) for ticket in tickets if ticket in untrained)
-    number, same_part = state.shards.add(shard), dict[tuple[str, ...], ShardFields]()
+    for ticket in tickets:
+        count += len(old_parts[ticket])
+        untrained_count += len(old_parts[ticket]) if ticket in untrained else 0
+        for _, names in old_parts[ticket]:
+            fields |= dict.fromkeys(names)
+    shard = Shard(descriptor, tuple(fields), owner, (), count, untrained_count)
+    number, shared_parts = state.shards.add(shard), dict[tuple[str, ...], ShardFields]()
     for ticket in tickets:
         state.groups[ticket].parts = tuple(
-            same_part.setdefault(some, (number, some)) for _, some in held[ticket]
+            shared_parts.setdefault(names, (number, names)) for _, names in old_parts[ticket]
         )
-        for old, _ in held[ticket]:
+        for old, _ in old_parts[ticket]:
             state.shards.drop(old, 1, int(ticket in untrained))

@@ -1,10 +1,10 @@
-"""Logs of segments: what was made of attempts at tickets before their rows are accepted, so that
-none of it is lost.
+"""Logs of segments: tokens of attempts at tickets before their rows are accepted, so that they
+survive the death of a rollout process.
 
-A log grows, segment by segment, while engines are at the attempt. Whoever has the ticket next goes
-on after the last ones, and rows that are accepted use the log up. A spare is a whole attempt that
-no ticket had a use for: its log waits for one that can be made of it. Every token that was ever
-appended is used, held, or lost with a reason.
+A log grows by segments while engines generate the attempt. The next owner of the ticket continues
+after the last segment. When rows are accepted, their log is used up. A spare is a whole attempt
+without a ticket: its log waits for a ticket that can use it. Every appended token is used, held, or
+lost with a reason.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.queue.controller.registry import applies
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 Segment = Sequence[int]
-"""Tokens that came of a row since its last segment: episode, row, tokens that the row had before,
-tokens that it gets, and 1 if the episode ends with it. Tokens of prompts do not count."""
+"""New tokens of a row since its last segment: episode, row, tokens that the row had before, number
+of new tokens, and 1 if the episode ends with them. Tokens of the prompt are not counted."""
 Growth = tuple[int, int, Sequence[Segment], Sequence[int]]
-"""Growth of a log: its ticket and attempt, segments, and `Version.encode` of what sampled them."""
+"""Growth of a log: ticket, attempt, segments, and the encoded versions that sampled them."""
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class Log:
     """All segments of one attempt."""
 
     ticket: int
-    """Ticket by which its segments are named. A spare may be given to another one."""
+    """Ticket in the ids of its segments. A spare may be bound to another ticket."""
     attempt: int
     versions: frozenset[int] = frozenset()
     shards: list[int] = field(default_factory=list)
@@ -49,16 +50,16 @@ class Log:
         return sum(self.lengths.values())
 
     def fits(self, segments: Iterable[Segment]) -> bool:
-        """Whether they go on where it ends, or begin before with tokens that it has: the answer to
-        who appended those was lost."""
+        """Whether ``segments`` continue the log. They may begin before its end with tokens that it
+        has: the answer to the earlier append was lost, and the client repeats it."""
         for episode, row, start, tokens, _ in segments:
-            known, end = self.lengths.get((episode, row), 0), start + tokens
-            if not start <= known <= end or (known < end and episode in self.ended):
+            length, end = self.lengths.get((episode, row), 0), start + tokens
+            if not start <= length <= end or (length < end and episode in self.ended):
                 return False
         return True
 
     def grow(self, shard: int, growth: Growth) -> int:
-        """Add what lies in ``shard``; how many tokens of it are new."""
+        """Add segments in ``shard``; the number of new tokens."""
         before = self.tokens
         self.shards.append(shard)
         self.versions |= frozenset(growth[3])
@@ -71,16 +72,16 @@ class Log:
 
 @dataclass(slots=True)
 class Segments:
-    """All logs, and what became of their tokens."""
+    """All logs, and the fate of their tokens."""
 
     logs: dict[int, Log] = field(default_factory=dict)
-    """Logs by holder, the oldest first: the ticket that is made of it, or the negative number of a
-    spare."""
+    """Logs by holder, the oldest first. The holder is the ticket that uses the log, or the negative
+    number of a spare."""
     last_spare: int = 0
     appended: int = 0
-    """Tokens that were ever appended, also those that were refused."""
+    """Tokens that were ever appended or refused."""
     used: int = 0
-    """Tokens in rows that were accepted."""
+    """Tokens in accepted rows."""
     lost: Counter[str] = field(default_factory=Counter)
     """Tokens that were lost, by reason."""
 
@@ -93,22 +94,21 @@ class Segments:
         return sum(log.tokens for log in self.logs.values())
 
     def counts(self) -> dict[str, int]:
-        """Tokens that were ever appended, by what became of them; those that were lost as
-        `lost/<reason>`."""
-        found = {"appended": self.appended, "used": self.used, "held": self.held}
-        return found | {f"lost/{reason}": tokens for reason, tokens in sorted(self.lost.items())}
+        """All tokens by their fate; lost ones under `lost/<reason>`."""
+        counts = {"appended": self.appended, "used": self.used, "held": self.held}
+        return counts | {f"lost/{reason}": tokens for reason, tokens in sorted(self.lost.items())}
 
     def shards(self) -> Counter[int]:
-        """Numbers of all shards, and the number of logs that lie in each."""
-        return Counter(number for log in self.logs.values() for number in log.shards)
+        """Numbers of all shards, with the number of logs in each."""
+        return Counter(chain.from_iterable(log.shards for log in self.logs.values()))
 
     def versions(self, holder: int) -> frozenset[int]:
-        """Versions that sampled the holder's log; empty if there is none."""
+        """Versions that sampled the holder's log; empty if it has no log."""
         log = self.logs.get(holder)
         return log.versions if log else frozenset()
 
     def append(self, shard: int, growth: Growth, spare: bool) -> int:
-        """Let a log grow by what lies in ``shard``; its holder."""
+        """Add segments in ``shard`` to a log, or to a new log of a spare; the log's holder."""
         ticket, attempt, *_ = growth
         self.last_spare -= spare
         holder = self.last_spare if spare else ticket
@@ -121,13 +121,13 @@ class Segments:
         self.lost[reason] += tokens
 
     def use(self, holder: int) -> Log:
-        """Use up a holder's log, whose rows are accepted."""
+        """Remove a holder's log, whose rows are accepted."""
         log = self.logs.pop(holder)
         self.used += log.tokens
         return log
 
     def lose(self, holder: int, reason: str) -> Log:
-        """Lose a log that nobody may go on with, or can."""
+        """Remove a log that no attempt can continue."""
         log = self.logs.pop(holder)
         self.lost[reason] += log.tokens
         return log
@@ -151,9 +151,9 @@ class Segments:
         logs, self.last_spare, self.appended, self.used, lost = values
         self.lost = Counter(lost)
         for holder, ticket, attempt, versions, shards, lengths, ended in logs:
-            known = {(episode, row): tokens for (episode, row), tokens in lengths}
+            tokens_by_row = {(episode, row): tokens for (episode, row), tokens in lengths}
             self.logs[holder] = Log(
-                ticket, attempt, frozenset(versions), list(shards), known, set(ended)
+                ticket, attempt, frozenset(versions), list(shards), tokens_by_row, set(ended)
             )
 
 
@@ -175,11 +175,14 @@ def append(
     else:
         state.shards.garbage.append(shard["name"])
     for growth in growths:
-        if growth[0] in refused:
-            state.segments.refuse(growth, refused[growth[0]])
-        elif (holder := state.segments.append(number, growth, spare)) < 0:
-            state.media.hold(holder, state.media.of(growth[0]))
-    state.events.tell("spared" if spare else "appended", [growth[0] for growth in taken])
+        ticket = growth[0]
+        if ticket in refused:
+            state.segments.refuse(growth, refused[ticket])
+            continue
+        holder = state.segments.append(number, growth, spare)
+        if holder < 0:
+            state.media.hold(holder, state.media.media_of(ticket))
+    state.events.add("spared" if spare else "appended", [growth[0] for growth in taken])
 
 
 @applies("drop_attempt")
@@ -189,35 +192,36 @@ def drop_attempt(
     state.puts.remember(key, owner, {})
     if spare:
         state.counts.dropped[reason] += len(state.plan.undeclared)
-        state.events.tell("failed", [ticket], reason=reason)
+        state.events.add("failed", [ticket], reason=reason)
     else:
         lose_log(state, ticket, reason)
 
 
 @applies("bind")
 def bind(state: QueueState, spares: Mapping[int, int]) -> None:
-    """Bind tickets to the spares that they are made of from now on (ticket -> spare)."""
+    """Bind tickets to spares: the rows of a ticket will be those of its spare."""
     for ticket, spare in spares.items():
         state.segments.logs[ticket] = state.segments.logs.pop(spare)
         last = state.last_step(state.segments.versions(ticket))
         state.groups[ticket].last = min(state.groups[ticket].last, last)
-        state.media.hold(ticket, state.media.of(spare))
+        state.media.hold(ticket, state.media.media_of(spare))
         state.media.release(spare)
 
 
 def use_logs(state: QueueState, tickets: Iterable[int]) -> None:
     """Use up the logs of ``tickets``, whose rows are accepted."""
-    for ticket in [ticket for ticket in tickets if ticket in state.segments.logs]:
-        _leave_shards(state, state.segments.use(ticket))
+    for ticket in tickets:
+        if ticket in state.segments.logs:
+            _release_shards(state, state.segments.use(ticket))
 
 
 def lose_log(state: QueueState, holder: int, reason: str) -> None:
-    """Drop a holder's log: another attempt takes its place, or nobody may use it any more."""
+    """Drop a holder's log: another attempt replaces it, or no attempt may continue it."""
     if holder not in state.segments.logs:
         return
     log = state.segments.lose(holder, reason)
-    _leave_shards(state, log)
-    state.events.tell("unappended", [log.ticket], reason=reason)
+    _release_shards(state, log)
+    state.events.add("unappended", [log.ticket], reason=reason)
     if holder < 0:
         state.media.release(holder)
     elif holder in state.tickets.reissued:
@@ -225,14 +229,14 @@ def lose_log(state: QueueState, holder: int, reason: str) -> None:
 
 
 def lose_rolled_back(state: QueueState) -> None:
-    """Drop logs whose tokens were drawn with rolled-back weights, after the lineage changed."""
+    """Drop logs with tokens of rolled-back weights, after a change of the lineage."""
     for holder, log in list(state.segments.logs.items()):
         if not state.lineage.origin(tuple(log.versions))[0]:
             lose_log(state, holder, "rolled_back")
 
 
 def lose_stale(state: QueueState) -> None:
-    """Spares that no step which is still to be trained admits, or that come after the last one."""
+    """Drop spares that are too old for all steps to come, and all spares after the last step."""
     step = state.progress.furthest
     for spare in state.segments.spares:
         if step >= state.plan.steps:
@@ -241,7 +245,7 @@ def lose_stale(state: QueueState) -> None:
             lose_log(state, spare, "stale_version")
 
 
-def _leave_shards(state: QueueState, log: Log) -> None:
+def _release_shards(state: QueueState, log: Log) -> None:
     for number in log.shards:
         state.shards.drop(number, 1, 1)
     state.woken.add(ADMISSION)

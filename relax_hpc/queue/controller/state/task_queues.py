@@ -1,5 +1,5 @@
-"""Tickets that each task may take, holds and has consumed, so that a claim costs by its size and
-not by the queue's."""
+"""Status of each ticket for each task, so that the cost of a claim depends on its size and not on
+the size of the queue."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.records import FieldBits
 
 WAITING, READY, HELD, DONE = range(4)
-"""Status of a ticket for one task: not all that it needs is there, it may be taken, a lease has it,
-it was consumed."""
+"""Status of a ticket for one task: a needed field is missing, it can be taken, a lease holds it, it
+is consumed."""
 
 
 @dataclass(slots=True)
 class TaskQueue:
-    """One task's view of all tickets. `needs` and `gives` are `FieldBits`."""
+    """One task's view of all tickets. `needs` and `gives` are masks of `FieldBits`."""
 
     needs: int
     gives: int
@@ -27,24 +27,24 @@ class TaskQueue:
     in_sets: bool = False
     statuses: TicketMap = field(default_factory=TicketMap)
     position: int = 0
-    """Lowest ticket that may be left to take."""
+    """Lowest ticket that may not be taken yet."""
     returned: list[tuple[int, ...]] = field(default_factory=list)
-    """Windows that were given back, ascending: they are offered again as they were."""
+    """Windows of released leases, ascending. They are offered again unchanged."""
     low: int = field(default=0, compare=False)
     """Lowest ticket that may be ready."""
 
     def lowest_ready(self) -> int:
-        """The lowest ticket that may be taken; one beyond all tickets if there is none."""
-        found = self.statuses.find(READY, max(self.low, self.position))
-        return found if found >= 0 else self.statuses.end
+        """The lowest ticket that can be taken; the end of all tickets if no ticket is ready."""
+        ticket = self.statuses.find(READY, max(self.low, self.position))
+        return ticket if ticket >= 0 else self.statuses.end
 
     def lowest_waiting(self) -> int:
-        """The lowest ticket that is left to take and lacks something that they need."""
+        """The lowest ticket that lacks a needed field."""
         return self.statuses.lowest_unset(self.position)
 
     def offer(self, tickets: Sequence[int]) -> None:
-        """Offer ``tickets``, of which all that the task needs is there now; those that are taken
-        stay so."""
+        """Mark ``tickets`` as ready, because they have all needed fields. Tickets that are held or
+        consumed do not change."""
         self.statuses.change(tickets, WAITING, READY)
         self.low = min(self.low, *tickets)
 
@@ -52,8 +52,11 @@ class TaskQueue:
         """Take ``tickets`` for a lease."""
         self.statuses.change(tickets, READY, HELD)
         if self.returned:
-            left = [tuple(t for t in window if self.statuses[t] < HELD) for window in self.returned]
-            self.returned = [window for window in left if window]
+            windows = [
+                tuple(ticket for ticket in window if self.statuses[ticket] < HELD)
+                for window in self.returned
+            ]
+            self.returned = [window for window in windows if window]
         self._raise_low()
         self._advance()
 
@@ -61,14 +64,14 @@ class TaskQueue:
         self.statuses.change(tickets, HELD, DONE)
 
     def reopen(self, ticket: int, ready: bool) -> None:
-        """Open ``ticket`` again: not taken; ``ready``: whether it has all that the task needs."""
+        """Open ``ticket`` again: not held; ``ready``: it has all needed fields."""
         self.statuses[ticket] = READY if ready else WAITING
         self.position = min(self.position, ticket)
         self.low = min(self.low, ticket)
         self._raise_low()
 
     def rewind(self, first: int) -> None:
-        """Cut windows anew from ticket ``first`` on."""
+        """Cut windows again from ticket ``first`` on."""
         self.position, self.returned = first, []
         self._advance()
 
@@ -80,8 +83,8 @@ class TaskQueue:
 
     def _raise_low(self) -> None:
         if self.statuses[self.low] != READY:
-            found = self.statuses.find(READY, self.low)
-            self.low = found if found >= 0 else max(self.low, self.statuses.end)
+            ticket = self.statuses.find(READY, self.low)
+            self.low = ticket if ticket >= 0 else max(self.low, self.statuses.end)
 
     def _advance(self) -> None:
         while self.statuses[self.position] >= HELD:
@@ -109,7 +112,8 @@ class TaskQueues(dict[str, TaskQueue]):
             for name, t in plan.tasks.items()
         )
         self.in_sets = [name for name, task in plan.tasks.items() if task.in_sets]
-        """Tasks that take steps' sets; without any, step t trains the tickets of t."""
+        """Tasks whose windows are parts of step sets. Without any, step t trains the tickets of
+        t."""
 
     def hold_any(self, tickets: Sequence[int]) -> bool:
         """Whether a lease of any task has one of ``tickets``."""

@@ -1,5 +1,5 @@
-"""Collections by ticket. Tickets are dense and ascend, so bytes in a row are smaller than
-dictionaries, and searched at the speed of memory.
+"""Collections by ticket. Tickets are dense and ascend, so an array of bytes takes less memory than
+a dictionary and is searched faster.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class TicketMap:
-    """A small number (0 to 255) for every ticket; 0 where none was set.
+    """A small number (0 to 255) for every ticket; 0 if none was set.
 
     >>> marks = TicketMap()
     >>> marks[7] = 2
@@ -34,8 +34,8 @@ class TicketMap:
         self._bytes[at] = value
 
     def change(self, tickets: Sequence[int], old: int, new: int) -> None:
-        """Give ``new`` to those of ``tickets`` that have ``old``. Ascending ones without gaps are
-        done all at once."""
+        """Set ``new`` for those of ``tickets`` that have ``old``. Ascending tickets without gaps
+        are changed in one operation."""
         if not tickets:
             return
         first, count = tickets[0], len(tickets)
@@ -44,8 +44,8 @@ class TicketMap:
         ):
             self._cover(first)
             end = self._cover(first + count - 1) + 1
-            part = self._bytes[end - count : end]
-            self._bytes[end - count : end] = part.replace(bytes((old,)), bytes((new,)))
+            run = self._bytes[end - count : end]
+            self._bytes[end - count : end] = run.replace(bytes((old,)), bytes((new,)))
             return
         for ticket in tickets:
             if self[ticket] == old:
@@ -64,7 +64,7 @@ class TicketMap:
 
     def find(self, value: int, start: int, end: int | None = None) -> int:
         """The lowest ticket from ``start`` on, and below ``end``, that has ``value`` (not 0); -1 if
-        there is none."""
+        no ticket has it."""
         stop = None if end is None else max(0, end - self._base)
         at = self._bytes.find(value, max(0, start - self._base), stop)
         return at + self._base if at >= 0 else -1
@@ -89,9 +89,10 @@ class TicketMap:
         """All tickets from ``start`` on and below ``end`` that have ``value`` (not 0),
         ascending."""
         stop, at = max(0, end - self._base), max(0, start - self._base)
-        while (at := self._bytes.find(value, at, stop)) >= 0:
+        at = self._bytes.find(value, at, stop)
+        while at >= 0:
             yield at + self._base
-            at += 1
+            at = self._bytes.find(value, at + 1, stop)
 
     def forget(self, below: int) -> None:
         """Set all tickets lower than ``below`` to 0, and free their memory."""
@@ -143,13 +144,11 @@ class TicketSet:
                 self._map = TicketMap()
 
     def lowest(self, count: int, end: int | None = None) -> list[int]:
-        """The ``count`` lowest tickets, or as many as there are, of those below ``end``."""
+        """The ``count`` lowest tickets below ``end``, or all if there are fewer."""
+        if not self._count:
+            return []
         end = self._map.end if end is None else end
-        return (
-            list(itertools.islice(self._map.each(1, self._low, end), max(0, count)))
-            if self._count
-            else []
-        )
+        return list(itertools.islice(self._map.each(1, self._low, end), max(0, count)))
 
     def __iter__(self) -> Iterator[int]:
         return self._map.each(1, self._low, self._map.end)
@@ -165,8 +164,8 @@ class TicketSet:
 
 
 class AgedTickets:
-    """Tickets in the order in which they were added, with how long ago. That is no part of what
-    they are."""
+    """Tickets in the order in which they were added, with the time of that. Times do not count in a
+    comparison."""
 
     __slots__ = ("_since",)
 
@@ -182,7 +181,7 @@ class AgedTickets:
             self._since.pop(ticket, None)
 
     def oldest_s(self) -> float:
-        """Seconds that the ticket is here that is here longest; 0 if there is none."""
+        """Age of the oldest entry in seconds; 0 if it is empty."""
         since = next(iter(self._since.values()), None)
         return 0.0 if since is None else time.monotonic() - since
 

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Tickets:
-    """Tickets by what is to be done for them next."""
+    """Tickets by what has to be done for them next."""
 
     next: int = 0
     """Lowest ticket that was never admitted."""
     reissued: TicketSet = field(default_factory=TicketSet)
-    """Tickets of `generating` that were taken back, and that nobody has."""
+    """Tickets of `generating` that were taken back and have no owner."""
     generating: AgedTickets = field(default_factory=AgedTickets)
     """Tickets whose prompt groups have no rows."""
     untrained: AgedTickets = field(default_factory=AgedTickets)
     """Tickets whose prompt groups have rows that wait for training."""
     untrained_rows: int = 0
-    """Rows of the `untrained` in all."""
+    """Number of rows of all `untrained`."""
 
     def admit(self, tickets: Sequence[int]) -> None:
         """Count ``tickets`` as being generated."""
@@ -41,22 +41,22 @@ class Tickets:
         self.generating.add(tickets)
 
     def store(self, tickets: Sequence[int], rows: int) -> None:
-        """Count ``tickets``, whose ``rows`` rows have come, as waiting for training."""
+        """Count ``tickets``, whose ``rows`` rows were put, as waiting for training."""
         self.generating.discard(tickets)
         self.wait(tickets, rows)
 
     def wait(self, tickets: Iterable[int], rows: int) -> None:
-        """Count ``tickets``, with ``rows`` rows in all, as waiting for training."""
+        """Count ``tickets``, with ``rows`` rows together, as waiting for training."""
         self.untrained.add(tickets)
         self.untrained_rows += rows
 
     def end_wait(self, tickets: Sequence[int], rows: int) -> None:
-        """Count ``tickets``, all of which waited for training, as waiting no more."""
+        """Remove ``tickets``, all of which waited for training, from the waiting ones."""
         self.untrained.discard(tickets)
         self.untrained_rows -= rows
 
     def depth(self) -> dict[str, int]:
-        """Prompt groups by how far they are: in generation, waiting for training."""
+        """Number of prompt groups in generation, waiting for training, and to be admitted again."""
         return {
             "generating": len(self.generating),
             "ready": len(self.untrained),
@@ -64,7 +64,7 @@ class Tickets:
         }
 
     def dump(self) -> Any:
-        """Values for a snapshot: the place of every other ticket follows from its prompt group."""
+        """Values for a snapshot. The lists of the other tickets follow from their prompt groups."""
         return self.next, list(self.reissued)
 
     def load(self, values: Any) -> None:
@@ -85,10 +85,10 @@ def admit(
     for ticket in tickets:
         group = groups.setdefault(ticket, PromptGroup(owner))
         group.owner = owner
-        known = state.last_step(state.segments.versions(ticket))
-        group.last = last if known == NO_STEP else min(last, known)
+        log_last = state.last_step(state.segments.versions(ticket))
+        group.last = last if log_last == NO_STEP else min(last, log_last)
     state.tickets.admit(tickets)
-    state.events.tell("admitted", tickets, version)
+    state.events.add("admitted", tickets, version)
     bind(state, spares or {})
     state.admissions.remember(key, owner, tickets)
 
@@ -99,19 +99,19 @@ def fail(state: QueueState, ticket: int, reason: str) -> None:
     state.groups[ticket].filtered += reason == FILTERED
     lose_log(state, ticket, reason)
     state.counts.dropped[reason] += len(state.plan.undeclared)
-    state.events.tell("failed", [ticket], reason=reason)
+    state.events.add("failed", [ticket], reason=reason)
 
 
-def take_back(state: QueueState, group: str, below: int) -> None:
-    """The tickets of incarnations of ``group`` before incarnation ``below``."""
+def free_tickets_of(state: QueueState, group: str, below: int) -> None:
+    """Free the tickets of incarnations of ``group`` before incarnation ``below``."""
     for ticket in sorted(state.tickets.generating):
-        who, incarnation = state.groups[ticket].owner or ("", 0)
-        if who == group and incarnation < below:
+        owner_group, incarnation = state.groups[ticket].owner or ("", 0)
+        if owner_group == group and incarnation < below:
             _free(state, ticket)
 
 
 @applies("give_back")
-def give_back(state: QueueState, owner: Owner, key: str, ticket: int) -> None:
+def return_ticket(state: QueueState, owner: Owner, key: str, ticket: int) -> None:
     _free(state, ticket)
     state.admissions.remember(key, owner, [ticket])
 

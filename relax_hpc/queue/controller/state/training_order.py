@@ -11,28 +11,28 @@ from relax_hpc.queue.records import NO_STEP
 
 @dataclass(slots=True)
 class TrainingOrder:
-    """Places in the order of training: step t trains those from t x prompts_per_step on. Where
-    steps have no sets, places are tickets, and `tickets` is without use."""
+    """Positions in the order of training: step t trains those from t x prompts_per_step on. If
+    steps have no sets, positions are tickets, and `tickets` is not used."""
 
     tickets: array[int] = field(default_factory=lambda: array("q"))
-    """Tickets by place; NO_STEP where there is none yet."""
+    """Tickets by position; NO_STEP for a free position."""
     first: int = 0
-    """The lowest place that is not retired."""
+    """The lowest position that is not retired."""
 
-    def take(self, start: int, ticket: int) -> int:
-        """``ticket`` has the first free place from ``start`` on; that place."""
-        place = start
-        while place < len(self.tickets) and self.tickets[place] != NO_STEP:
-            place += 1
-        self.tickets.extend([NO_STEP] * (place + 1 - len(self.tickets)))
-        self.tickets[place] = ticket
-        return place
+    def assign(self, start: int, ticket: int) -> int:
+        """Give ``ticket`` the first free position from ``start`` on; that position."""
+        position = start
+        while position < len(self.tickets) and self.tickets[position] != NO_STEP:
+            position += 1
+        self.tickets.extend([NO_STEP] * (position + 1 - len(self.tickets)))
+        self.tickets[position] = ticket
+        return position
 
-    def leave(self, place: int) -> None:
-        self.tickets[place] = NO_STEP
+    def clear(self, position: int) -> None:
+        self.tickets[position] = NO_STEP
 
     def between(self, first: int, end: int | None = None) -> list[int]:
-        """The tickets that have these places."""
+        """The tickets at these positions, without free ones."""
         return [ticket for ticket in self.tickets[first:end] if ticket != NO_STEP]
 
     def dump(self) -> Any:

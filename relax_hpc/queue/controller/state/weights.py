@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Weights:
-    """Versions of which readers are told."""
+    """Versions that readers can pull."""
 
     lineage: Lineage
     published: dict[Version, str] = field(default_factory=dict)
@@ -29,41 +29,41 @@ class Weights:
     readers: dict[str, tuple[Owner, Version]] = field(default_factory=dict)
     """Version that each reader serves, or may still be loading."""
     evaluator: str = ""
-    """Reader that was told last to evaluate what it serves."""
+    """Reader that the queue last asked to evaluate its version."""
 
     def newer(self, after: Version, multiple_of: int = 1) -> Version | None:
-        """The newest published version, if it is in the lineage and above ``after``; of those whose
-        numbers are multiples, if that is asked for."""
+        """The newest published version whose number is a multiple, if it is above ``after`` and in
+        the lineage."""
         newest = self.newest if multiple_of == 1 else self._newest_of(self.published, multiple_of)
-        return newest if newest is not None and newest > after and newest in self.lineage else None
+        if newest is None or newest <= after or newest not in self.lineage:
+            return None
+        return newest
 
     def newest_filed(self, multiple_of: int = 1) -> Version | None:
-        """The newest version of the lineage that is on disk, of those whose numbers are
-        multiples."""
+        """The newest version on disk, in the lineage, whose number is a multiple."""
         return self._newest_of(self.filed, multiple_of)
 
     def _newest_of(self, versions: Iterable[Version], multiple_of: int) -> Version | None:
         """The newest of ``versions`` in the lineage whose number is a multiple."""
-        return max(
-            (v for v in versions if not v.number % multiple_of and v in self.lineage), default=None
-        )
+        multiples = [version for version in versions if not version.number % multiple_of]
+        return max((version for version in multiples if version in self.lineage), default=None)
 
     def retirable(self, refresh_every: int) -> list[Version]:
         """Published versions below the newest that no reader serves or may still be loading, oldest
         first."""
         if self.newest is None:
             return []
+        # Versions that are only in memory are lost if the actor dies. So the newest on disk is
+        # kept.
+        kept = [self.newest_filed(), self.newest_filed(refresh_every) if refresh_every else None]
         wanted = [self.newest, *(version for _, version in self.readers.values())]
-        # What is in memory alone goes with the actor.
-        wanted += [newest] if (newest := self.newest_filed()) else []
-        if refresh_every:
-            wanted += [newest] if (newest := self.newest_filed(refresh_every)) else []
+        wanted += [version for version in kept if version is not None]
         floor = min(wanted)
         return sorted(version for version in self.published if version < floor)
 
     def publish_lag(self, step: int) -> int:
-        """Version ``step``, which was trained, minus the oldest that anybody generates or scores
-        with."""
+        """Version ``step``, which was trained, minus the oldest with which any reader generates or
+        scores."""
         served = [version for _, version in self.readers.values() if version in self.lineage]
         return step - min((version.number for version in served), default=step)
 
@@ -72,15 +72,16 @@ class Weights:
         self.filed.pop(version, None)
 
     def end_readers(self, group: str, below: int) -> None:
-        """Incarnations of ``group`` before incarnation ``below`` read nothing any more."""
+        """Remove readers of incarnations of ``group`` before incarnation ``below``."""
         self.readers = {
-            k: v for k, v in self.readers.items() if not (v[0][0] == group and v[0][1] < below)
+            name: (owner, version)
+            for name, (owner, version) in self.readers.items()
+            if owner[0] != group or owner[1] >= below
         }
 
     def dump(self) -> Any:
-        published, filed = (
-            {str(v): digest for v, digest in some.items()} for some in (self.published, self.filed)
-        )
+        published = {str(version): digest for version, digest in self.published.items()}
+        filed = {str(version): digest for version, digest in self.filed.items()}
         readers = {name: (owner, str(version)) for name, (owner, version) in self.readers.items()}
         return published, filed, str(self.newest) if self.newest else "", readers, self.evaluator
 
@@ -90,7 +91,8 @@ class Weights:
         self.filed = {Version.parse(name): digest for name, digest in filed.items()}
         self.newest = Version.parse(newest) if newest else None
         self.readers = {
-            name: ((who[0], who[1]), Version.parse(v)) for name, (who, v) in readers.items()
+            name: ((owner[0], owner[1]), Version.parse(version))
+            for name, (owner, version) in readers.items()
         }
 
 
@@ -114,12 +116,12 @@ def retire(state: QueueState, versions: list[str]) -> None:
 
 @applies("evaluate")
 def evaluate(state: QueueState, reader: str) -> None:
-    """Note who evaluates: nobody else is told to, not by a hub that begins anew either."""
+    """Set the reader that evaluates. No other reader is asked, also after a restart of the hub."""
     state.weights.evaluator = reader
 
 
 @applies("serve")
 def serve(state: QueueState, reader: str, owner: Owner, version: str) -> None:
     state.weights.readers[reader] = (owner, Version.parse(version))
-    # Who serves nothing any more evaluates nothing either: another reader may have to.
+    # A reader that ended cannot evaluate any more, so another one may have to.
     state.woken |= {ADMISSION, NEWS}
