@@ -53,7 +53,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _RECORDED: ContextVar[Mapping[str, Any]] = ContextVar("recorded", default=_NOTHING)
 
 
-def record_of(algorithm: Algorithm) -> dict[str, Any]:
+def algorithm_record(algorithm: Algorithm) -> dict[str, Any]:
     """Return the properties of ``algorithm`` that the queue reads, as JSON, for processes that do
     not import its class."""
     return {
@@ -72,12 +72,13 @@ RECORD_KINDS: Mapping[str, type] = {
     "sequences": int,
     "whole_step": bool,
 }
-"""Types of the entries of `record_of`."""
+"""Types of the entries of `algorithm_record`."""
 
 
 @contextlib.contextmanager
-def recorded(record: Mapping[str, Any]) -> Iterator[None]:
-    """Give these properties, see `record_of`, to a class that is not imported within the block."""
+def with_algorithm_record(record: Mapping[str, Any]) -> Iterator[None]:
+    """Give these properties, see `algorithm_record`, to a class that is not imported within the
+    block."""
     token = _RECORDED.set(record)
     try:
         yield

@@ -185,7 +185,7 @@ class RunDir:
 
     @property
     def algorithm(self) -> Path:
-        """Record of an algorithm that the user has written, see `algorithms.record_of`."""
+        """Record of an algorithm that the user has written, see `algorithms.algorithm_record`."""
         return self.root / "algorithm.json"
 
     @property

@@ -14,7 +14,7 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.job_lookup import load_unfinished_run
 from relax_hpc.commands.resubmit import ResubmitRequest, apply_change, print_progress
 from relax_hpc.config import load_resolved
-from relax_hpc.config.groups import base_name, group_of
+from relax_hpc.config.groups import base_name, group_settings
 
 
 def main(root: str, group: str, numbers: str) -> int:
@@ -22,7 +22,7 @@ def main(root: str, group: str, numbers: str) -> int:
     them."""
     run = RunDir(Path(root))
     config = load_unfinished_run(run)
-    if "rollout" not in group_of(config, group).roles:
+    if "rollout" not in group_settings(config, group).roles:
         raise ConfigError(
             f"--group: found {group!r}, whose roles have no engines, allowed: a group with rollout"
         )

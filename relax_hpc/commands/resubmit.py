@@ -33,7 +33,7 @@ from relax_hpc.cluster.supervise.attempts import latest_attempt
 from relax_hpc.commands.snapshot import keep_code
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.changes import add_change
-from relax_hpc.config.groups import base_name, group_of
+from relax_hpc.config.groups import base_name, group_settings
 from relax_hpc.net.rendezvous.roster import latest_card
 from relax_hpc.ops.checks.settings import check
 
@@ -68,7 +68,7 @@ def main(root: str, request: ResubmitRequest) -> int:
     output."""
     run = RunDir(Path(root))
     config = load_unfinished_run(run)
-    group_of(config, request.group)
+    group_settings(config, request.group)
     in_place = _stays_in_place(run, config, request)
     apply_change(run, config, request)
     if in_place:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import date
 from pathlib import Path
 
-from relax_hpc.algorithms import record_of
+from relax_hpc.algorithms import algorithm_record
 from relax_hpc.base.errors import EXIT_DONE, ConfigError, Mistakes
 from relax_hpc.base.rundir import RunDir, read_map, write_json
 from relax_hpc.config import Config, dump, load_resolved, resolve
 from relax_hpc.config.changes import retire_changes
 from relax_hpc.config.differences import differences
-from relax_hpc.config.groups import trainers_of
+from relax_hpc.config.groups import groups_that_train
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.ops.checks.settings import check
 from relax_hpc.ops.observe.status import status
@@ -49,7 +49,7 @@ def prepare_run_dir(config: Config, resume: bool) -> tuple[RunDir, Config]:
     directory.stop.unlink(missing_ok=True)
     dump(config, directory.config)
     if ":" in config.algorithm.name:
-        write_json(directory.algorithm, record_of(config.algorithm))
+        write_json(directory.algorithm, algorithm_record(config.algorithm))
     retire_changes(directory)
     return directory, config
 
@@ -83,7 +83,10 @@ def check_resumable(directory: RunDir, config: Config) -> None:
         raise ConfigError(
             f"{directory.config}: data.train_sets: {text}; list the sets in that order"
         )
-    trainers, stored_trainers = [*trainers_of(config.groups)], [*trainers_of(before.groups)]
+    trainers, stored_trainers = (
+        [*groups_that_train(config.groups)],
+        [*groups_that_train(before.groups)],
+    )
     if trainers != stored_trainers:
         text = (
             f"found {', '.join(trainers)} for the roles that train, a run keeps "

@@ -25,7 +25,7 @@ from relax_hpc.commands.resubmit import (
     request_and_wait,
 )
 from relax_hpc.config import Config
-from relax_hpc.config.groups import group_of
+from relax_hpc.config.groups import group_settings
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 
@@ -56,7 +56,7 @@ def main(
 
 
 def _check_request(config: Config, group: str, replicas: int) -> None:
-    if group not in config.groups or group_of(config, group).roles != ["rollout"]:
+    if group not in config.groups or group_settings(config, group).roles != ["rollout"]:
         allowed = [name for name, other in config.groups.items() if other.roles == ["rollout"]]
         raise ConfigError(
             f"--group: found {group!r}, allowed: {', '.join(allowed) or 'none here'} (groups "

@@ -28,7 +28,7 @@ def base_name(name: str, groups: Collection[str]) -> str:
     return match[1] if match and match[1] in groups else ""
 
 
-def group_of(config: Config, name: str) -> GroupConfig:
+def group_settings(config: Config, name: str) -> GroupConfig:
     """Return the settings of a group or an elastic member. ConfigError: the run has no such
     group."""
     base = base_name(name, config.groups)
@@ -40,9 +40,9 @@ def group_of(config: Config, name: str) -> GroupConfig:
     return config.groups[base]
 
 
-def variables_of(config: Config, name: str) -> dict[str, str]:
+def group_environment(config: Config, name: str) -> dict[str, str]:
     """Return the environment variables of a group."""
-    group = group_of(config, name)
+    group = group_settings(config, name)
     if not group.code:
         return dict(group.env)
     # Without PYTHONSAFEPATH Python looks first in the working directory, which may be a checkout.
@@ -50,16 +50,16 @@ def variables_of(config: Config, name: str) -> dict[str, str]:
     return group.env | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
-def roles_of(config: Config, name: str) -> list[str]:
+def group_roles(config: Config, name: str) -> list[str]:
     """Return the roles of a group's processes. The first role of the hub is the queue
     controller."""
-    return ([CONTROLLER] if name == "hub" else []) + list(group_of(config, name).roles)
+    return ([CONTROLLER] if name == "hub" else []) + list(group_settings(config, name).roles)
 
 
-def trainers_of(groups: Mapping[str, GroupConfig]) -> dict[str, str]:
+def groups_that_train(groups: Mapping[str, GroupConfig]) -> dict[str, str]:
     """Return the group of each role that trains, by role, in the order of `ROLES`.
 
-    >>> trainers_of({"hub": GroupConfig(roles=["advantages"]),
+    >>> groups_that_train({"hub": GroupConfig(roles=["advantages"]),
     ...              "training": GroupConfig(roles=["actor"])})
     {'actor': 'training'}
     """
@@ -70,16 +70,16 @@ def trainers_of(groups: Mapping[str, GroupConfig]) -> dict[str, str]:
     return {name: role_groups[name] for name in trainers if name in role_groups}
 
 
-def ranks_of(config: Config, name: str, role: str) -> int:
+def rank_count(config: Config, name: str, role: str) -> int:
     """Return the number of processes of ``role`` in group ``name``."""
     if role in RANKED:
         return getattr(config, role).parallel.ranks
     if role == CONTROLLER or not ROLES[role].serves:
         return 1
-    nodes = 1 if config.layout == "local" else group_of(config, name).resources.nodes
+    nodes = 1 if config.layout == "local" else group_settings(config, name).resources.nodes
     return nodes * (config.rollout.processes if role == "rollout" else 1)
 
 
-def group_with(config: Config, role: str) -> str:
+def group_with_role(config: Config, role: str) -> str:
     """Return the name of the group with ``role``; "" if no group has it."""
     return next((name for name, group in config.groups.items() if role in group.roles), "")

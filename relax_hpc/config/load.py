@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from relax_hpc.algorithms import RECORD_KINDS, Algorithm, recorded
+from relax_hpc.algorithms import RECORD_KINDS, Algorithm, with_algorithm_record
 from relax_hpc.base.engine_classes import KIND_KEY, declared_fields
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.fields import ROUTES, declare_fields, roles_for
@@ -119,7 +119,7 @@ def load_resolved(run_dir: Path | str, group: str = "") -> Config:
     except OSError as error:
         raise ConfigError(f"{run.config}: {error.strerror}") from error
     files = [run.config]
-    with recorded(_algorithm_record(run)):
+    with with_algorithm_record(_algorithm_record(run)):
         config = load(files)
         for path in change_files(run, group) if group else []:
             try:
@@ -132,7 +132,8 @@ def load_resolved(run_dir: Path | str, group: str = "") -> Config:
 
 
 def _algorithm_record(run: RunDir) -> dict[str, Any]:
-    """Return the record of the user's algorithm, see `record_of`; empty if the run has none."""
+    """Return the record of the user's algorithm, see `algorithm_record`; empty if the run has
+    none."""
     record = read_map(run.algorithm, **RECORD_KINDS)
     names = [*record.get("needs", ()), *record.get("gives", ())]
     if not record.get("gives") or not all(isinstance(name, str) for name in names):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from relax_hpc.base.fields import fields_by
-from relax_hpc.config.groups import base_name, trainers_of
+from relax_hpc.config.groups import base_name, groups_that_train
 from relax_hpc.config.roles import MAKERS, POLICY, ROLES
 from relax_hpc.config.schema import Config
 
@@ -78,7 +78,7 @@ class Plan:
     @classmethod
     def from_config(cls, config: Config) -> Plan:
         """The plan that ``config`` describes."""
-        algorithm, trainers = config.algorithm, {POLICY: POLICY} | trainers_of(config.groups)
+        algorithm, trainers = config.algorithm, {POLICY: POLICY} | groups_that_train(config.groups)
         plan = cls(
             steps=config.steps,
             prompts_per_step=config.prompts_per_step,

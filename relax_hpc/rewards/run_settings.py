@@ -7,14 +7,14 @@ from pathlib import Path
 
 from relax_hpc.base.reward_settings import RewardSettings
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.config.groups import group_with
+from relax_hpc.config.groups import group_with_role
 from relax_hpc.config.schema import Config
 
 
 def reward_settings(config: Config) -> RewardSettings:
     """Settings of a run's rewards. If the run has a group with role genrm, and the settings name no
     other judge, the judge's endpoints are those of this group."""
-    judge, group = config.reward.judge, group_with(config, "genrm")
+    judge, group = config.reward.judge, group_with_role(config, "genrm")
     if not group or judge.url or judge.endpoints:
         return config.reward
     folder = RunDir(Path(config.run_dir)).rendezvous(group)

@@ -34,7 +34,7 @@ from relax_hpc.base.programming_errors import describe_programming_error, plugin
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.terminal_text import log_entry
 from relax_hpc.config import Config, load_resolved, to_dict
-from relax_hpc.config.groups import CONTROLLER, ranks_of
+from relax_hpc.config.groups import CONTROLLER, rank_count
 from relax_hpc.config.roles import RANKED as WITH_RANKS
 from relax_hpc.config.roles import ROLES
 from relax_hpc.net.node_files import restart_in_local_environment
@@ -104,7 +104,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
     from relax_hpc.queue.process_context import Context
 
     check_required(config)
-    ranks = ranks_of(config, args.group, args.role)
+    ranks = rank_count(config, args.group, args.role)
     if LOCAL_DIR in os.environ:
         # Libraries read this variable when they first write compiled code.
         local_folder()

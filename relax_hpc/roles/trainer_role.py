@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from relax_hpc.base.errors import StoppedError
-from relax_hpc.config.groups import trainers_of
+from relax_hpc.config.groups import groups_that_train
 from relax_hpc.config.schema import TrainerConfig
 from relax_hpc.queue.client import Claim, QueueClient, StepTrained, then
 from relax_hpc.queue.process_context import Context
@@ -107,7 +107,7 @@ class TrainerRole:
             context, ranks, self.clock, settings, placeholders, self.check, hooks
         )
         self.route_watch = RouteWatch(context, ranks, trainer.model)
-        self.is_only_trainer = len(trainers_of(self.config.groups)) == 1
+        self.is_only_trainer = len(groups_that_train(self.config.groups)) == 1
         self.step_ack: Future | None = None
         """Acknowledgement of the last step, in the leader: {"save_next": whether the next step ends
         with a checkpoint because of `checkpoint.every_s`}. It is done when the queue has recorded

@@ -22,7 +22,7 @@ from relax_hpc.cluster.supervise.group import Incarnation, Member
 from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
 from relax_hpc.cluster.supervise.processes import LocalProcesses
 from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
-from relax_hpc.config.groups import roles_of
+from relax_hpc.config.groups import group_roles
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.process import STOP_SIGNALS
@@ -159,7 +159,7 @@ class World:
                 log=log,
                 config=self.config,
             )
-            for role in roles_of(self.config, name)
+            for role in group_roles(self.config, name)
         }
 
     def start_ahead(self, name: str, incarnation: int, roles: Sequence[str]) -> Incarnation:
@@ -181,7 +181,7 @@ class World:
             if ahead
             else [
                 Member.from_process(role, self._process(what, name, incarnation, role))
-                for role in roles_of(self.config, name)
+                for role in group_roles(self.config, name)
             ]
         )
         self.started.append((name, incarnation))

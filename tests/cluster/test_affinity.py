@@ -24,7 +24,7 @@ from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.cluster.slurm.srun import srun_options
 from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
 from relax_hpc.config import Config, load
-from relax_hpc.config.groups import roles_of
+from relax_hpc.config.groups import group_roles
 from relax_hpc.config.load import dump
 from relax_hpc.net.rendezvous.affinity import (
     Core,
@@ -84,7 +84,7 @@ def test_ranks_of_each_size_sit_on_the_socket_of_their_gpu(size: Path) -> None:
         )
         taken = [cpu for share in found.values() for cpu in share]
         assert len(taken) == len(set(taken)) and {role for role, _ in found} == set(
-            roles_of(config, group)
+            group_roles(config, group)
         )
         for (role, rank), share in found.items():
             assert len(share) >= config.groups[group].resources.cpus_per_task
@@ -226,7 +226,7 @@ class Forward:
     def start(self, prefix: tuple[str, ...] = ()) -> dict[str, dict]:
         """What each rank of both roles says of itself while all of them run."""
         steps, ranks = [], 0
-        for role in roles_of(self.config, "forward"):
+        for role in group_roles(self.config, "forward"):
             words = self.launcher._srun(self.config, "forward", role, 1)
             ranks += int(
                 next(word for word in words if word.startswith("--ntasks=")).partition("=")[2]

@@ -15,7 +15,7 @@ from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.cluster.supervise import requests
 from relax_hpc.commands.program import main
 from relax_hpc.config import load_resolved
-from relax_hpc.config.groups import roles_of
+from relax_hpc.config.groups import group_roles
 from relax_hpc.net.rendezvous import life_signs
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.life_signs import process_identity
@@ -64,7 +64,7 @@ def test_the_end_of_a_run_is_known_at_once(
         assert status(run, 0.05)["state"] == "running" == listing.runs(tmp_path)[0]["state"]
         assert main(["status", str(run.root)]) == main(["list", str(tmp_path)]) == 0
         for name in GROUPS if sign_of_end == "marks" else ():
-            for role in roles_of(load_resolved(run.root), name):
+            for role in group_roles(load_resolved(run.root), name):
                 write_exit_mark(
                     run.exit_mark(name, incarnation, role), 75, "ended by its supervisor"
                 )

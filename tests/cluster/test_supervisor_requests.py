@@ -14,7 +14,7 @@ from relax_hpc.cluster.supervise import requests
 from relax_hpc.cluster.supervise.group import Incarnation, Member, Unavailable
 from relax_hpc.cluster.supervise.launch_records import Launch, read_mark
 from relax_hpc.cluster.supervise.supervisor import RELEASED, Outcome
-from relax_hpc.config.groups import roles_of
+from relax_hpc.config.groups import group_roles
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.cluster.supervisor_helpers import Adopted, World, world_fixture  # noqa: F401
@@ -35,7 +35,7 @@ def test_asked_to_stop_the_actor_ends_first_and_the_hub_last(world: World) -> No
     marks = [
         read_mark(world.run, name, 1, role)
         for name in names
-        for role in roles_of(world.config, name)
+        for role in group_roles(world.config, name)
     ]
     assert [mark["status"] for mark in marks] == ["stopped"] * 4
 

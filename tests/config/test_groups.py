@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.config.groups import base_name, group_of, ranks_of, roles_of
+from relax_hpc.config.groups import base_name, group_roles, group_settings, rank_count
 from relax_hpc.config.schema import Config, GroupConfig
 
 
@@ -32,30 +32,30 @@ def test_members_belong_to_the_group_they_are_named_after(name: str, base: str) 
 
 def test_only_groups_that_roll_out_and_nothing_else_have_members() -> None:
     config = Config()
-    assert group_of(config, "rollout-2") is config.groups["rollout"]
+    assert group_settings(config, "rollout-2") is config.groups["rollout"]
     for name in ("actor-2", "hub-2", "nothing"):
         with pytest.raises(
             ConfigError, match=f"groups: found '{name}', allowed: .*members like rollout-2"
         ):
-            group_of(config, name)
+            group_settings(config, name)
     config.groups["rollout"].roles.append("reference")
     with pytest.raises(ConfigError):
-        group_of(config, "rollout-2")
+        group_settings(config, "rollout-2")
 
 
 def test_the_hub_runs_the_controller_first() -> None:
     config = Config()
     config.groups["hub"] = GroupConfig(roles=["advantages"])
-    assert roles_of(config, "hub") == ["controller", "advantages"]
-    assert roles_of(config, "rollout-7") == ["rollout"]
+    assert group_roles(config, "hub") == ["controller", "advantages"]
+    assert group_roles(config, "rollout-7") == ["rollout"]
 
 
 def test_ranks_are_the_models_or_the_nodes() -> None:
     config = Config()
     config.actor.parallel.data = 3
     config.groups["rollout"].resources.nodes = 4
-    assert ranks_of(config, "actor", "actor") == 3
-    assert ranks_of(config, "hub", "controller") == 1
-    assert ranks_of(config, "rollout-2", "rollout") == 1, "one process on the user's machine"
+    assert rank_count(config, "actor", "actor") == 3
+    assert rank_count(config, "hub", "controller") == 1
+    assert rank_count(config, "rollout-2", "rollout") == 1, "one process on the user's machine"
     config.layout = "het"
-    assert ranks_of(config, "rollout-2", "rollout") == 4
+    assert rank_count(config, "rollout-2", "rollout") == 4

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.algorithms import UnavailableAlgorithm, record_of
+from relax_hpc.algorithms import UnavailableAlgorithm, algorithm_record
 from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.base.foreign_files import (
     ForeignFileError,
@@ -482,13 +482,13 @@ def test_the_queue_knows_an_algorithm_that_is_not_imported(
     algorithm = {"name": "stepwise:Stepwise", "whiten": True}
     run.config.write_text(json.dumps({"run_dir": str(run.root), "algorithm": algorithm}))
     config = load_resolved(run.root)
-    write_json(run.algorithm, record_of(config.algorithm))
+    write_json(run.algorithm, algorithm_record(config.algorithm))
     with refuse_imports():
         looked_at = load_resolved(run.root)
     assert isinstance(looked_at.algorithm, UnavailableAlgorithm)
     assert Plan.from_config(looked_at) == Plan.from_config(config)
     assert Plan.from_config(config).tasks["advantages"].whole_step
-    run.algorithm.write_text(json.dumps({**record_of(config.algorithm), "gives": [3]}))
+    run.algorithm.write_text(json.dumps({**algorithm_record(config.algorithm), "gives": [3]}))
     with refuse_imports():
         assert load_resolved(run.root).algorithm.gives == ("advantages",)
 

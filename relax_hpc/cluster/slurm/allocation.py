@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.cluster.slurm.layout import Component, components
 from relax_hpc.config import Config
-from relax_hpc.config.groups import group_of
+from relax_hpc.config.groups import group_settings
 
 VARIABLE = "RELAX_ALLOCATION"
 """Environment variable that carries an allocation to a step."""
@@ -87,7 +87,7 @@ def _read_group_nodes(
     config: Config, group: str, job: str, environment: Mapping[str, str]
 ) -> dict[str, GroupNodes]:
     if group:
-        return {group: GroupNodes(job, group_of(config, group).resources.nodes)}
+        return {group: GroupNodes(job, group_settings(config, group).resources.nodes)}
     size = int(environment.get("SLURM_HET_SIZE", "1"))
     job_components = _match_components(config, size)
     group_nodes: dict[str, GroupNodes] = {}

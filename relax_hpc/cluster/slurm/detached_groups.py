@@ -19,7 +19,7 @@ from relax_hpc.cluster.supervise.launch_records import all_done, all_ended, read
 from relax_hpc.cluster.supervise.supervisor import Supervisor
 from relax_hpc.cluster.supervise.verdict import GONE, Evidence, Fate, verdict
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import group_of
+from relax_hpc.config.groups import group_settings
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 _ASK_S, _SOON_S = 10.0, 2.0
@@ -60,8 +60,8 @@ class DetachedGroups:
 
     def _was_resized(self, name: str) -> bool:
         """Whether the resources of a group have changed since the components were submitted."""
-        present = group_of(load_resolved(self.run.root, name), name).resources
-        return present != group_of(self.config, name).resources
+        present = group_settings(load_resolved(self.run.root, name), name).resources
+        return present != group_settings(self.config, name).resources
 
     # -- while the job runs ------------------------------------------------------------------------
 

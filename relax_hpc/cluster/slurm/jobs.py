@@ -32,7 +32,7 @@ from relax_hpc.cluster.supervise.launch_records import members_of, read_launch
 from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.cluster.supervise.supervisor import RELEASED, Supervisor
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import base_name, group_of
+from relax_hpc.config.groups import base_name, group_settings
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 _ASK_SLURM_S = 10.0
@@ -478,4 +478,6 @@ def submit_group(
 
 
 def _excluded_by_user(config: Config, name: str) -> str:
-    return (config.site.options | group_of(config, name).resources.options).get("exclude") or ""
+    return (config.site.options | group_settings(config, name).resources.options).get(
+        "exclude"
+    ) or ""

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relax_hpc.base.errors import ConfigError, Mistakes
-from relax_hpc.config.groups import group_of, ranks_of, roles_of
+from relax_hpc.config.groups import group_roles, group_settings, rank_count
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
 
@@ -83,7 +83,7 @@ def components(config: Config) -> list[Component]:
 def group_component(config: Config, group: str) -> Component:
     """The separate job of one group: in layout `jobs`, or as a replacement, a spare job or a
     further member."""
-    resources = group_of(config, group).resources
+    resources = group_settings(config, group).resources
     return _component(config, group, resources.nodes, resources.time or config.slurm.time)
 
 
@@ -106,10 +106,10 @@ def tasks_per_node(config: Config, group: str) -> int:
 
     ConfigError if the nodes do not divide the ranks of a role, or have too few GPUs for them.
     """
-    resources = group_of(config, group).resources
+    resources = group_settings(config, group).resources
     total, mistakes = 0, Mistakes()
-    for role in roles_of(config, group):
-        ranks = ranks_of(config, group, role)
+    for role in group_roles(config, group):
+        ranks = rank_count(config, group, role)
         if role in RANKED and ranks % resources.nodes:
             mistakes.add(_uneven(config, group, role))
         if role == "genrm" and config.genrm.replicas % ranks:
@@ -242,7 +242,7 @@ def _component(
 ) -> Component:
     """An allocation of ``nodes`` for a group. Groups in ``riders`` share its CPUs."""
     has_hub = HUB in (name, *riders)
-    resources, tasks, mistakes = group_of(config, name).resources, 0, Mistakes()
+    resources, tasks, mistakes = group_settings(config, name).resources, 0, Mistakes()
     with mistakes:
         _check_devices(config, name)
     with mistakes:
@@ -299,7 +299,7 @@ def _queue_options(config: Config, hub: bool = False) -> dict[str, str]:
 def _gpus(config: Config, name: str) -> int:
     """GPUs of a group on each node. The hub requests at least one if all nodes have GPUs, because
     such sites often refuse a job without GPUs or place it in an unsuitable partition."""
-    gpus = group_of(config, name).resources.gpus_per_node
+    gpus = group_settings(config, name).resources.gpus_per_node
     if name == HUB and not config.site.cpu_nodes and config.model.device == "cuda":
         return max(gpus, 1)
     return gpus
@@ -313,7 +313,7 @@ def _memory(config: Config, *memories: str) -> str:
 
 
 def _uneven(config: Config, group: str, role: str) -> str:
-    parallel, nodes = getattr(config, role).parallel, group_of(config, group).resources.nodes
+    parallel, nodes = getattr(config, role).parallel, group_settings(config, group).resources.nodes
     return (
         f"groups.{group}.resources.nodes: found {nodes}, allowed: a divisor of {role}'s "
         f"{parallel.ranks} ranks ({role}.parallel: {parallel}); change either"
@@ -321,7 +321,7 @@ def _uneven(config: Config, group: str, role: str) -> str:
 
 
 def _check_devices(config: Config, name: str) -> None:
-    group = group_of(config, name)
+    group = group_settings(config, name)
     requests_gpus = group.resources.gpus_per_node and config.site.gpu_request != "none"
     devices = group.env.get("CUDA_VISIBLE_DEVICES")
     if requests_gpus and devices:

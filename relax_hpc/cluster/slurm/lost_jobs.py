@@ -19,7 +19,7 @@ from relax_hpc.cluster.supervise.launch_records import all_done, newest_launches
 from relax_hpc.cluster.supervise.supervisor import Supervisor
 from relax_hpc.cluster.supervise.verdict import ended_normally
 from relax_hpc.config import Config
-from relax_hpc.config.groups import roles_of
+from relax_hpc.config.groups import group_roles
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 _ASK_S = 10.0
@@ -114,7 +114,7 @@ class LostJobs:
         # cancelled, its roles have saved and written marks of a normal end.
         incarnation = latest_incarnation(self.run, name)
         marks = [
-            read_mark(self.run, name, incarnation, role) for role in roles_of(self.config, name)
+            read_mark(self.run, name, incarnation, role) for role in group_roles(self.config, name)
         ]
         return "CANCELLED" if incarnation and ended_normally(marks) else "no longer known to Slurm"
 

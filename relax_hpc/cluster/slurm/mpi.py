@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from relax_hpc.config.groups import ranks_of, roles_of
+from relax_hpc.config.groups import group_roles, rank_count
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
 
@@ -19,8 +19,8 @@ def mpi_plugin(config: Config) -> str:
 def needs_mpi(config: Config, *groups: str) -> bool:
     """Whether a role of the groups has several ranks, which exchange their addresses by MPI."""
     for group in groups:
-        for role in roles_of(config, group):
-            if role in RANKED and ranks_of(config, group, role) > 1:
+        for role in group_roles(config, group):
+            if role in RANKED and rank_count(config, group, role) > 1:
                 return True
     return False
 

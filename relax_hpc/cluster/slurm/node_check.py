@@ -19,7 +19,7 @@ from relax_hpc.cluster.slurm.node_probe import BadNodes, excluded_nodes
 from relax_hpc.cluster.slurm.srun import srun_options
 from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import group_of
+from relax_hpc.config.groups import group_settings
 
 _DEADLINE_S, _END_S = 60.0, 5.0
 """Seconds for a check, and seconds for its step to end after SIGKILL."""
@@ -75,7 +75,10 @@ def exclude_option(run: RunDir, chosen: str = "", avoid: str = "") -> list[str]:
 def _start(launcher: StepLauncher, name: str) -> NodeCheck:
     config, run = load_resolved(launcher.run.root, name), launcher.run
     nodes = launcher.allocation.group_nodes[name]
-    group, mpi = group_of(config, name), needs_mpi(config, name) and mpi_plugin(config) != "none"
+    group, mpi = (
+        group_settings(config, name),
+        needs_mpi(config, name) and mpi_plugin(config) != "none",
+    )
     probe = [role_python(config), "-m", "relax_hpc.cluster.slurm.node_probe"]
     probe += ["--run_dir", str(run.root)]
     srun = [*launcher.srun_on_nodes(nodes), f"--mpi={mpi_plugin(config) if mpi else 'none'}"]

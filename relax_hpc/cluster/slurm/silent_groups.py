@@ -14,7 +14,7 @@ from relax_hpc.cluster.supervise.launch_records import read_mark
 from relax_hpc.cluster.supervise.supervisor import Supervisor
 from relax_hpc.cluster.supervise.verdict import Evidence, Fate, ended_normally, verdict
 from relax_hpc.config import Config
-from relax_hpc.config.groups import roles_of
+from relax_hpc.config.groups import group_roles
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 from relax_hpc.queue.plan import SUPERVISOR
 
@@ -98,7 +98,7 @@ class SilentGroups:
 
     def _is_over(self, name: str, incarnation: int) -> bool:
         marks = [
-            read_mark(self.run, name, incarnation, role) for role in roles_of(self.config, name)
+            read_mark(self.run, name, incarnation, role) for role in group_roles(self.config, name)
         ]
         return latest_incarnation(self.run, name) > incarnation or ended_normally(marks)
 

@@ -25,7 +25,7 @@ from relax_hpc.cluster.supervise.group import Incarnation, Member
 from relax_hpc.cluster.supervise.launch_records import Launch, read_launch, record_launch
 from relax_hpc.cluster.supervise.processes import role_arguments, role_environment, start_members
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import group_of, ranks_of, roles_of, variables_of
+from relax_hpc.config.groups import group_environment, group_roles, group_settings, rank_count
 from relax_hpc.net.rendezvous.network import library_environment
 from relax_hpc.net.rendezvous.process import END_SIGNAL, PARENT, STACKS_SIGNAL
 
@@ -143,7 +143,7 @@ class StepLauncher:
                 config=config,
                 late_arguments=self._deadline,
             )
-            for role in roles_of(config, name)
+            for role in group_roles(config, name)
         }
 
     def start(
@@ -265,10 +265,13 @@ class StepLauncher:
         ]
 
     def _srun(self, config: Config, name: str, role: str, incarnation: int) -> list[str]:
-        group_nodes, resources = self.allocation.group_nodes[name], group_of(config, name).resources
+        group_nodes, resources = (
+            self.allocation.group_nodes[name],
+            group_settings(config, name).resources,
+        )
         # --cpus-per-task is left out: it limits a step to so many cores, and overlapping steps
         # would get the same ones.
-        ranks = ranks_of(config, name, role)
+        ranks = rank_count(config, name, role)
         nodes = min(group_nodes.nodes, ranks)
         srun = self.srun_on_nodes(GroupNodes(group_nodes.job, nodes, group_nodes.het))
         srun += [f"--ntasks={ranks}", f"--ntasks-per-node={ranks // nodes}"]
@@ -315,7 +318,7 @@ def step_environment(config: Config | None, name: str) -> dict[str, str]:
         from relax_hpc.net.rendezvous.process import clean_environment
 
         return clean_environment()
-    variables = role_environment(config, variables_of(config, name))
+    variables = role_environment(config, group_environment(config, name))
     del variables[PARENT]
     return (
         mpi_defaults(config) | library_environment(config, name) | variables | mpi_variables(config)

@@ -24,7 +24,7 @@ from relax_hpc.cluster.supervise.launch_records import (
     repeated_start_error,
 )
 from relax_hpc.config import Config
-from relax_hpc.config.groups import group_of
+from relax_hpc.config.groups import group_settings
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 _ASK_S = 10.0
@@ -53,7 +53,7 @@ class Failures:
     def check_failure(self, name: str, reason: str) -> None:
         """End the run if the policy of the failed group says so, or if the group restarts without
         progress."""
-        if group_of(self.config, name).on_failure == "stop_run":
+        if group_settings(self.config, name).on_failure == "stop_run":
             self.end_run(
                 name, f"{reason}; groups.{name}.on_failure is stop_run", RelaxError.exit_code
             )

@@ -9,7 +9,7 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.group import Incarnation
 from relax_hpc.cluster.supervise.launch_records import all_ended, is_done, last_beat_s, members_of
 from relax_hpc.config import Config
-from relax_hpc.config.groups import roles_of, trainers_of
+from relax_hpc.config.groups import group_roles, groups_that_train
 
 
 class GroupTable:
@@ -46,7 +46,7 @@ class GroupTable:
 
     def all_done(self, name: str) -> bool:
         """Whether every role of a group except the controller is done."""
-        roles = {f"{name}/{role}" for role in roles_of(self._config, name)} - {"hub/controller"}
+        roles = {f"{name}/{role}" for role in group_roles(self._config, name)} - {"hub/controller"}
         if name not in self.supervised:
             self.done |= {
                 key for key in roles - self.done if is_done(self._run, name, key.partition("/")[2])
@@ -57,7 +57,7 @@ class GroupTable:
         """Remove a group that no longer runs under this supervisor. Its roles will do their work
         again."""
         del self.supervised[name]
-        self.done -= {f"{name}/{role}" for role in roles_of(self._config, name)}
+        self.done -= {f"{name}/{role}" for role in group_roles(self._config, name)}
 
     def supervised_elsewhere(self) -> list[str]:
         """Groups of the run that another supervisor is responsible for."""
@@ -81,7 +81,7 @@ class GroupTable:
         groups can still deliver rows to them. Then the other groups stop together, then the
         hub."""
         names: Collection[str] = [*self.supervised, *self.supervised_elsewhere()]
-        trainers = set(trainers_of(self._config.groups).values())
+        trainers = set(groups_that_train(self._config.groups).values())
         trainer_groups = [name for name in names if name != "hub" and name in trainers]
         worker_groups = [name for name in names if name not in (*trainer_groups, "hub")]
         return [trainer_groups, worker_groups, ["hub"] if "hub" in names else []]

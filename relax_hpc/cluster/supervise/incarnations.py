@@ -15,7 +15,7 @@ from relax_hpc.base.metrics.timeline import WorkerTimeline, workers_of_process
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.launch_records import last_beat_s, read_launch, read_mark
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import base_name, group_of
+from relax_hpc.config.groups import base_name, group_settings
 from relax_hpc.net.rendezvous.roster import latest_incarnation, read_card
 from relax_hpc.queue.client import BEAT_FILE_S
 
@@ -161,7 +161,7 @@ def _units(run: RunDir, config: Config, group: str, incarnation: int, workers: i
     nodes = _nodes(run, group, incarnation)
     if not base_name(group, config.groups):
         return nodes if unit == "node" else 0
-    resources = group_of(load_resolved(run.root, group), group).resources
+    resources = group_settings(load_resolved(run.root, group), group).resources
     nodes = nodes or resources.nodes
     return nodes * (resources.gpus_per_node if unit == "GPU" else 1)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from relax_hpc.base.last_error import mask_numbers
 from relax_hpc.base.rundir import RunDir, read_map, write_json
-from relax_hpc.config.groups import base_name, roles_of
+from relax_hpc.config.groups import base_name, group_roles
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous import life_signs
 from relax_hpc.net.rendezvous.life_signs import has_ended
@@ -106,7 +106,7 @@ def repeated_start_error(run: RunDir, config: Config, group: str, attempt: int) 
 
 
 def _start_error(run: RunDir, config: Config, group: str, incarnation: int) -> str:
-    marks = (read_mark(run, group, incarnation, role) for role in roles_of(config, group))
+    marks = (read_mark(run, group, incarnation, role) for role in group_roles(config, group))
     return next((str(mark["start_error"]) for mark in marks if mark.get("start_error")), "")
 
 
@@ -123,7 +123,7 @@ def is_done(run: RunDir, group: str, role: str) -> bool:
 def all_done(run: RunDir, config: Config, group: str) -> bool:
     """Whether all roles of a group have finished their work. The controller does not count,
     because it ends after all other roles."""
-    roles = [role for role in roles_of(config, group) if role != "controller"]
+    roles = [role for role in group_roles(config, group) if role != "controller"]
     return all(is_done(run, group, role) for role in roles) if roles else run.finished.exists()
 
 
@@ -132,7 +132,7 @@ def all_ended(run: RunDir, config: Config, group: str) -> bool:
     if the group never started."""
     incarnation = latest_incarnation(run, group)
     return incarnation == 0 or all(
-        read_mark(run, group, incarnation, role) for role in roles_of(config, group)
+        read_mark(run, group, incarnation, role) for role in group_roles(config, group)
     )
 
 

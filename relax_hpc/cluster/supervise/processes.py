@@ -25,7 +25,7 @@ from relax_hpc.cluster.supervise.command import Command
 from relax_hpc.cluster.supervise.group import Incarnation, Member
 from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import ranks_of, roles_of, variables_of
+from relax_hpc.config.groups import group_environment, group_roles, rank_count
 from relax_hpc.net.rendezvous.process import (
     END_SIGNAL,
     PARENT,
@@ -99,7 +99,7 @@ class LocalLauncher:
         the group's log directory."""
         config = load_resolved(self.run.root, name)
         logs = self.run.logs(name, incarnation)
-        variables = role_environment(config, variables_of(config, name))
+        variables = role_environment(config, group_environment(config, name))
         variables[INCARNATION_VARIABLE] = incarnation_tag(self.run, name, incarnation)
         led = ["--led"] if self.job else []
         return {
@@ -109,7 +109,7 @@ class LocalLauncher:
                 log=logs / f"{role}.log",
                 config=config,
             )
-            for role in roles_of(config, name)
+            for role in group_roles(config, name)
         }
 
     def start(
@@ -210,7 +210,7 @@ def role_arguments(
 
 def role_command(run: RunDir, config: Config, group: str, role: str, incarnation: int) -> list[str]:
     """Command line that starts ``role`` on this machine."""
-    ranks = ranks_of(config, group, role)
+    ranks = rank_count(config, group, role)
     parent = ["-m", "relax_hpc.cluster.supervise.ranks", str(ranks)] if ranks > 1 else []
     return [sys.executable, *parent, *role_arguments(run, group, role, incarnation)]
 

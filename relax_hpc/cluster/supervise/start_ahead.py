@@ -20,7 +20,7 @@ from relax_hpc.base.errors import RelaxError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.group import Incarnation, Launcher
 from relax_hpc.config import Config
-from relax_hpc.config.groups import ranks_of
+from relax_hpc.config.groups import rank_count
 from relax_hpc.config.roles import RANKED
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
@@ -102,7 +102,7 @@ class StartAhead:
             # srun 22.05 passes its standard input, and the end of it, to every task of its step,
             # so that one pipe reaches the ranks on all nodes.
             assert member.command is not None and member.child.stdin is not None
-            ranks = ranks_of(member.command.config, name, member.role)
+            ranks = rank_count(member.command.config, name, member.role)
             # If a rank has just ended, its process shows that.
             with contextlib.suppress(OSError):
                 member.child.stdin.write(_BEGIN * ranks)

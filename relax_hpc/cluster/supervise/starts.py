@@ -15,7 +15,7 @@ from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
 from relax_hpc.cluster.supervise.start_ahead import StartAhead
 from relax_hpc.cluster.supervise.wakeups import Wakeups
 from relax_hpc.config import Config
-from relax_hpc.config.groups import group_of
+from relax_hpc.config.groups import group_settings
 from relax_hpc.net.rendezvous.roster import claim_incarnation, latest_incarnation
 
 _AGAIN_S, _OUTAGE_S = 10.0, 3600.0
@@ -121,7 +121,8 @@ class GroupStarts:
         _, since, _ = self.retries.pop(name, ("", now, now))
         try:
             in_place = (
-                group_of(self.config, name).on_failure == "restart" and name not in self.table.unfit
+                group_settings(self.config, name).on_failure == "restart"
+                and name not in self.table.unfit
             )
             if in_place and self.launcher(name).has_all_nodes(name):
                 self.start(name)

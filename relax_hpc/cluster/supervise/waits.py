@@ -10,7 +10,7 @@ from typing import Any
 
 from relax_hpc.cluster.supervise.incarnations import unit_of
 from relax_hpc.config import Config
-from relax_hpc.config.groups import group_of
+from relax_hpc.config.groups import group_settings
 from relax_hpc.queue.presence import longest_wait_s
 
 _RUNNING_STATES = ("running", "suspect")
@@ -82,7 +82,7 @@ def shorten(reason: str) -> str:
 
 def units_held_by(config: Config, name: str, unit: str) -> int:
     """Number of GPUs, nodes or processes of a group: see `unit_of`."""
-    resources = group_of(config, name).resources
+    resources = group_settings(config, name).resources
     if unit == "process":
         return 1
     return resources.nodes * (resources.gpus_per_node if unit == "GPU" else 1)

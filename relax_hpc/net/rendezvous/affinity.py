@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_hpc.base.server_devices import devices_per_server
-from relax_hpc.config.groups import group_of, ranks_of, roles_of
+from relax_hpc.config.groups import group_roles, group_settings, rank_count
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
 
@@ -103,10 +103,10 @@ def list_ranks_of_node(config: Config, group: str, domains: Sequence[int]) -> li
 
     ``domains``: NUMA domain of each GPU of the node, by its number.
     """
-    nodes = group_of(config, group).resources.nodes
+    nodes = group_settings(config, group).resources.nodes
     node_ranks = []
-    for role in roles_of(config, group):
-        ranks = ranks_of(config, group, role)
+    for role in group_roles(config, group):
+        ranks = rank_count(config, group, role)
         count = -(-ranks // nodes)
         for number in range(count):
             if role not in RANKED:
@@ -136,7 +136,7 @@ def domains_of_gpus(config: Config, group: str, cores: Sequence[Core]) -> list[i
     over the domains, in order.
     """
     domains = sorted({core.domain for core in cores}) or [0]
-    count = group_of(config, group).resources.gpus_per_node or len(domains)
+    count = group_settings(config, group).resources.gpus_per_node or len(domains)
     spread = [domains[number * len(domains) // count] for number in range(count)]
     reported = numa_of_gpus() if config.model.device == "cuda" else []
     return [

@@ -9,7 +9,7 @@ import struct
 import psutil
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.config.groups import group_of
+from relax_hpc.config.groups import group_settings
 from relax_hpc.config.schema import Config
 
 LOOPBACK = "127.0.0.1"
@@ -113,12 +113,12 @@ def library_environment(config: Config, group: str) -> dict[str, str]:
         "OMPI_MCA_btl_tcp_if_include": interface,
         "OMPI_MCA_oob_tcp_if_include": interface,
     }
-    chosen = config.site.env.keys() | group_of(config, group).env.keys()
+    chosen = config.site.env.keys() | group_settings(config, group).env.keys()
     return {name: value for name, value in names.items() if name not in chosen}
 
 
 def _interface(config: Config, group: str) -> str:
-    return group_of(config, group).interface or config.site.interface
+    return group_settings(config, group).interface or config.site.interface
 
 
 def _addresses() -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.config.groups import group_with
+from relax_hpc.config.groups import group_with_role
 from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.data.template_files import find_templates
@@ -52,7 +52,7 @@ def check_environment(config: Config) -> Iterator[str]:
 
 def _check_agents(config: Config) -> Iterator[str]:
     """Check what agent programs need: role gateway, a chat template, and the program itself."""
-    group, kind = group_with(config, "gateway"), config.environment.kind
+    group, kind = group_with_role(config, "gateway"), config.environment.kind
     if kind != AGENT:
         if group:
             yield (

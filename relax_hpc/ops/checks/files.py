@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.config.groups import group_with
+from relax_hpc.config.groups import group_with_role
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig, ParallelConfig
 from relax_hpc.data.examples import rules_of
@@ -97,7 +97,7 @@ def _teacher(config: Config, policy: ModelFiles) -> Iterator[str]:
 def _critic(config: Config) -> Iterator[str]:
     """Check that a model for a critic is used."""
     path = config.model.critic_path
-    if path and not group_with(config, "critic"):
+    if path and not group_with_role(config, "critic"):
         yield (
             f"model.critic_path: found {path!r}, and no algorithm that has a critic; name ppo, "
             "or remove it"
@@ -124,7 +124,7 @@ def _scoring_models(config: Config, policy: ModelFiles) -> Iterator[str]:
 
 def _reward_model(config: Config) -> Iterator[str]:
     """Check the generative reward model of role genrm; SGLang checks more when it loads it."""
-    path, group = config.genrm.path, group_with(config, "genrm")
+    path, group = config.genrm.path, group_with_role(config, "genrm")
     if path and not group:
         yield (
             f"genrm.path: found {path!r}, and no group with role genrm; add groups: {{genrm: "
@@ -188,7 +188,7 @@ def notes(config: Config) -> Iterator[str]:
 
 def _stale_denominator(config: Config) -> Iterator[str]:
     """Note on a group actor_fwd at a staleness above 0: its scores lag behind the policy."""
-    group = group_with(config, "actor_fwd")
+    group = group_with_role(config, "actor_fwd")
     if not config.max_staleness or not group:
         return
     alternative = "groups: {actor_fwd: null} and actor: {forward: [actor_fwd]}"

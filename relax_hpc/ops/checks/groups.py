@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from relax_hpc.base.fields import FIELDS, fields_by
-from relax_hpc.config.groups import base_name, ranks_of, trainers_of
+from relax_hpc.config.groups import base_name, groups_that_train, rank_count
 from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config
 
@@ -107,7 +107,7 @@ def check_fields(config: Config) -> Iterator[str]:
 
     `check_groups` reports the roles that most losses need with a better message.
     """
-    trainers = trainers_of(config.groups)
+    trainers = groups_that_train(config.groups)
     for role in trainers:
         produced = fields_by(role)
         if produced and not ROLES[role].scores:
@@ -165,7 +165,7 @@ def check_removed_engines(config: Config) -> Iterator[str]:
                 "(rollout.replicas), or of its members such as rollout-2"
             )
             continue
-        engines_per_process = max(1, rollout.replicas // ranks_of(config, group, "rollout"))
+        engines_per_process = max(1, rollout.replicas // rank_count(config, group, "rollout"))
         process = int(number) // engines_per_process
         removed[group, process].add(number)
         if len(removed[group, process]) == engines_per_process:

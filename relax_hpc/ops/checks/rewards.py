@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.reward_settings import MATH_GROUP_LIMIT_S, MATH_LIMIT_S
 from relax_hpc.base.signatures import describe_mismatch
-from relax_hpc.config.groups import group_with
+from relax_hpc.config.groups import group_with_role
 from relax_hpc.config.schema import Config
 from relax_hpc.rewards import find_reward, get_reward
 from relax_hpc.rewards.composed import parts_of
@@ -66,7 +66,7 @@ def _default_reward(config: Config) -> Iterator[str]:
 
 def _check_judge(config: Config, is_named: bool) -> Iterator[str]:
     """Check the role genrm; ``is_named``: a reward of the run is `judge`."""
-    group = group_with(config, "genrm")
+    group = group_with_role(config, "genrm")
     if not group:
         return
     yield from check_flags(config, "genrm.flags", config.genrm.flags)

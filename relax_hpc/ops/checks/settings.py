@@ -20,7 +20,7 @@ from relax_hpc.base.path_errors import explain_path_error
 from relax_hpc.base.protocol import describe_protocol_mismatch
 from relax_hpc.base.signatures import describe_mismatch
 from relax_hpc.config.differences import leaves
-from relax_hpc.config.groups import trainers_of
+from relax_hpc.config.groups import groups_that_train
 from relax_hpc.config.schema import Config, SimulatedConfig, TrainerConfig
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.ops.checks.data import check_data
@@ -304,7 +304,7 @@ def _kernels(config: Config) -> Findings:
 
 def _trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
     """Sections of trainers whose role is in a group, and their settings."""
-    placed = {"actor"}.union(trainers_of(config.groups))
+    placed = {"actor"}.union(groups_that_train(config.groups))
     yield from ((name, getattr(config, name)) for name in ("actor", "critic") if name in placed)
 
 

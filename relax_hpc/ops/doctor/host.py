@@ -17,7 +17,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.cluster.slurm.mpi import mpi_variables, needs_mpi
 from relax_hpc.cluster.slurm.program_output import run_program
 from relax_hpc.cluster.slurm.render import render
-from relax_hpc.config.groups import ranks_of
+from relax_hpc.config.groups import rank_count
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.process import clean_environment
 from relax_hpc.ops.checks.settings import check
@@ -244,9 +244,9 @@ def _mpi_library(config: Config, inside: bool) -> Iterator[Finding]:
                 "pmi2"
             )
     for name, group in config.groups.items():
-        ranked = [role for role in group.roles if ranks_of(config, name, role) > 1]
+        ranked = [role for role in group.roles if rank_count(config, name, role) > 1]
         if launcher == "mpiexec" and ranked and config.layout != "local":
-            ranks = ranks_of(config, name, ranked[0])
+            ranks = rank_count(config, name, ranked[0])
             yield error(
                 f"site.mpi.launcher: found mpiexec, but {ranked[0]} of groups.{name} has {ranks} "
                 "ranks, allowed: 1; use pmix or pmi2"

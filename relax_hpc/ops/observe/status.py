@@ -25,7 +25,7 @@ from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.cluster.supervise.unsaved_work import find_unsaved_work
 from relax_hpc.cluster.supervise.waits import find_waits
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import trainers_of
+from relax_hpc.config.groups import groups_that_train
 from relax_hpc.config.roles import POLICY
 from relax_hpc.net.rendezvous.life_signs import read_activity
 from relax_hpc.net.rendezvous.roster import latest_card
@@ -90,7 +90,7 @@ def last_checkpoint(run: RunDir, config: Config) -> dict[str, Any] | None:
     A checkpoint is complete when each trainer has saved its part.
     """
     complete = [(step, path) for step, path in run.saved() if (path / _MARKER).exists()]
-    for role in trainers_of(config.groups):
+    for role in groups_that_train(config.groups):
         if role != POLICY:
             saved = {step for step, path in run.saved(role) if (path / _MARKER).exists()}
             complete = [(step, path) for step, path in complete if step in saved]

@@ -21,7 +21,7 @@ from relax_hpc.cluster.supervise.launch_records import (
 )
 from relax_hpc.cluster.supervise.verdict import Evidence, Fate, verdict
 from relax_hpc.config import Config
-from relax_hpc.config.groups import base_name, group_of, roles_of
+from relax_hpc.config.groups import base_name, group_roles, group_settings
 from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.net.rendezvous.life_signs import has_ended, is_running
 from relax_hpc.net.rendezvous.roster import latest_card, latest_incarnation
@@ -69,7 +69,7 @@ def group_status(
     result: dict[str, Any] = {
         "incarnation": incarnation,
         "ranks": len(ranks),
-        "roles": roles_of(config, name),
+        "roles": group_roles(config, name),
         "job": job_id,
         "nodes": job.node_list if job else ",".join(rank_nodes),
         "time_left_s": job.time_left_s if job else None,
@@ -81,7 +81,7 @@ def group_status(
         "puts": sum(beat["progress"] for beat in beats),
         "ahead": started_ahead(run, name, incarnation),
     }
-    if "actor" in group_of(config, name).roles and hub:
+    if "actor" in group_settings(config, name).roles and hub:
         result["step"] = hub["trained_steps"]
     is_run_alive = bool(hub) or _has_beats(run, config)
     is_job_gone = squeue_answers and bool(job_id) and job is None
@@ -202,7 +202,7 @@ def _is_shown(run: RunDir, config: Config, name: str, jobs: dict[str, SlurmJob])
     """Whether an elastic member is shown: it runs or is queued. Drained members are hidden."""
     incarnation = latest_incarnation(run, name)
     ended = bool(incarnation) and all(
-        read_mark(run, name, incarnation, role) for role in roles_of(config, name)
+        read_mark(run, name, incarnation, role) for role in group_roles(config, name)
     )
     return bool(base_name(name, config.groups)) and (
         current_job(run, name) in jobs or (bool(incarnation) and not ended)

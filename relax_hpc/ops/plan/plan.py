@@ -10,7 +10,7 @@ from pathlib import Path
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import read_json_object
 from relax_hpc.base.model_sizes import weights_bytes
-from relax_hpc.config.groups import ranks_of
+from relax_hpc.config.groups import rank_count
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, ParallelConfig
 from relax_hpc.ops.plan import roles
@@ -97,7 +97,7 @@ def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> It
     """Footprints of the roles of ``group`` that use GPUs."""
     nodes = 1 if config.layout == "local" else config.groups[group].resources.nodes
     for role in config.groups[group].roles:
-        per_node = -(-ranks_of(config, group, role) // nodes)
+        per_node = -(-rank_count(config, group, role) // nodes)
         if role == "actor":
             yield roles.actor_footprint(config, spec, group, per_node)
         elif role == "critic":
