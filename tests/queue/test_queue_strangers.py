@@ -440,7 +440,7 @@ replies = st.dictionaries(
 )
 def test_no_answer_ends_a_client(client, found):
     for reply in found:
-        client.connection._settle(unpack(pack(reply)))
+        client.connection._handle_reply(unpack(pack(reply)))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.client import Claim
-from relax_hpc.queue.client.plane_log import PlaneCounts
+from relax_hpc.queue.storage.shard_store import PlaneCounts
 from relax_hpc.roles import forward
 from relax_hpc.training.weights.subscriber import NOTHING, PublishedVersion
 

@@ -1,4 +1,4 @@
-"""Progress of a run: steps trained, checkpoints, evaluations.
+"""Progress of a run: trained steps and their order, checkpoints, evaluations.
 
 A step is trained when all trainers have trained it. A checkpoint is complete when each trainer has
 saved its part.
@@ -12,6 +12,7 @@ same steps, and no other role has to undo anything.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -37,6 +38,40 @@ from relax_hpc.queue.records import NO_STEP, PromptGroup
 
 if TYPE_CHECKING:
     from relax_hpc.queue.controller.state.queue_state import QueueState
+
+
+@dataclass(slots=True)
+class TrainingOrder:
+    """Positions in the order of training: step t trains those from t x prompts_per_step on. If
+    steps have no sets, positions are tickets, and `tickets` is not used."""
+
+    tickets: array[int] = field(default_factory=lambda: array("q"))
+    """Tickets by position; NO_STEP for a free position."""
+    first: int = 0
+    """The lowest position that is not retired."""
+
+    def assign(self, start: int, ticket: int) -> int:
+        """Give ``ticket`` the first free position from ``start`` on; that position."""
+        position = start
+        while position < len(self.tickets) and self.tickets[position] != NO_STEP:
+            position += 1
+        self.tickets.extend([NO_STEP] * (position + 1 - len(self.tickets)))
+        self.tickets[position] = ticket
+        return position
+
+    def clear(self, position: int) -> None:
+        self.tickets[position] = NO_STEP
+
+    def between(self, first: int, end: int | None = None) -> list[int]:
+        """The tickets at these positions, without free ones."""
+        return [ticket for ticket in self.tickets[first:end] if ticket != NO_STEP]
+
+    def dump(self) -> Any:
+        return self.tickets.tobytes(), self.first
+
+    def load(self, values: Any) -> None:
+        self.tickets = array("q", values[0])
+        self.first = values[1]
 
 
 @dataclass(slots=True)

@@ -10,29 +10,49 @@ back).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 from relax_hpc.queue.controller.registry import APPLIERS
-from relax_hpc.queue.controller.state.counts import Counts
 from relax_hpc.queue.controller.state.device_turns import DeviceTurns
 from relax_hpc.queue.controller.state.events import Events
 from relax_hpc.queue.controller.state.leases import Leases
 from relax_hpc.queue.controller.state.lineage import Lineage
 from relax_hpc.queue.controller.state.media_holders import MediaHolders
 from relax_hpc.queue.controller.state.members import Members
-from relax_hpc.queue.controller.state.progress import Progress
+from relax_hpc.queue.controller.state.progress import Progress, TrainingOrder
 from relax_hpc.queue.controller.state.prompt_groups import PromptGroups
 from relax_hpc.queue.controller.state.reply_cache import ReplyCache
 from relax_hpc.queue.controller.state.segments import Segments
 from relax_hpc.queue.controller.state.shards import Shards
 from relax_hpc.queue.controller.state.task_queues import DONE, HELD, TaskQueues
 from relax_hpc.queue.controller.state.tickets import Tickets
-from relax_hpc.queue.controller.state.training_order import TrainingOrder
 from relax_hpc.queue.controller.state.weights import Weights
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.records import NO_STEP, FieldBits
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts since the run began."""
+
+    accepted: int = 0
+    """Rows that were accepted. A row that is accepted again counts again."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Rows that were dropped, by reason."""
+    noted: Counter[str] = field(default_factory=Counter)
+    """Faults that concern no ticket, counted by `<what>/<reason>`."""
+
+    def dump(self) -> Any:
+        return self.accepted, dict(self.dropped), dict(self.noted)
+
+    def load(self, values: Any) -> None:
+        self.accepted, dropped, noted = values
+        self.dropped, self.noted = Counter(dropped), Counter(noted)
+
 
 Record = dict[str, Any]
 _SAVED = (
