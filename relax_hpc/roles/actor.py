@@ -82,7 +82,7 @@ class Policy(TrainerHooks):
     def take_turn(self, step: int, windows: WindowStream) -> None:
         """Wait until engines that share the devices have released them."""
         if self.config.colocate:
-            windows.ask(step, _TURN, lambda client: client.training.take_turn("actor", step))
+            windows.ask_queue(step, _TURN, lambda client: client.training.take_turn("actor", step))
             self.restore_state()
 
     def restore_state(self) -> None:
@@ -125,7 +125,7 @@ class Policy(TrainerHooks):
             self.publisher.await_copy()
             with self.context.spans("wait", cause=_MOVE):
                 self.offload.offload()
-            self.ranks.ask(lambda client: client.training.end_turn())
+            self.ranks.ask_queue(lambda client: client.training.end_turn())
 
     def check(self) -> None:
         """See `TrainerHooks`."""

@@ -59,13 +59,15 @@ class Checkpoints:
         role = self.context.role
         self.saver.prepare()
         self.context.report_phase("")
-        messages = self.ranks.ask(lambda client: then(client.training.checkpoints(role), _messages))
+        messages = self.ranks.ask_queue(
+            lambda client: then(client.training.checkpoints(role), _messages)
+        )
         points = [Checkpoint(**message) for message in messages]
         points = [point for point in reversed(points) if point.whole]
         step = self._newest(points) if points else 0
         self.saved = step, time.time()
         self.saver.ready()
-        self.ranks.ask(lambda client: client.training.resume(step, role))
+        self.ranks.ask_queue(lambda client: client.training.resume(step, role))
         self.context.report_phase("")
         return step
 
@@ -129,7 +131,9 @@ class Checkpoints:
         The result is the same in all ranks."""
         with self.context.spans("checkpoint", step=step):
             self.saver.wait()
-        return self.ranks.tell({"unsaved": step > saved or bool(self.saver.failure)})["unsaved"]
+        return self.ranks.broadcast({"unsaved": step > saved or bool(self.saver.failure)})[
+            "unsaved"
+        ]
 
     def settle(self) -> None:
         """Wait until pending checkpoints are written."""

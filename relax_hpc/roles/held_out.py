@@ -104,7 +104,7 @@ class HeldOut:
                 if self.ranks.leader:
                     metrics = self.config.algorithm.held_out(rows, scores)
                     values |= {f"eval/{name}/{tag}": value for tag, value in metrics.items()}
-        self.ranks.ask(lambda client: client.status.report("eval", version, values))
+        self.ranks.ask_queue(lambda client: client.status.report("eval", version, values))
 
     def _scores(self, rows: list[Row]) -> list[np.ndarray]:
         """Return log-probabilities of the rows' trained tokens, [tokens] each, complete in the

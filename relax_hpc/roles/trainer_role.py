@@ -42,8 +42,8 @@ class TrainerHooks(IdleWork):
         """Called when the model has the state before training step ``step``."""
 
     def take_turn(self, step: int, windows: WindowStream) -> None:
-        """Called before the time of ``step`` is measured. `windows.ask` waits for an answer of the
-        queue."""
+        """Called before the time of ``step`` is measured. `windows.ask_queue` waits for an answer
+        of the queue."""
 
     def rate(self, step: int, lr: float) -> float:
         """Return the learning rate of ``step``; ``lr`` is that of the schedule."""
@@ -137,7 +137,7 @@ class TrainerRole:
                 self.checkpoints.save(step)
             self.settle()
             # The other ranks may end only after the leader has finished its work.
-            self.ranks.tell({})
+            self.ranks.broadcast({})
             raise StoppedError(f"{stop}: saved step {step}") from None
         self.ranks.close()
 
@@ -150,13 +150,13 @@ class TrainerRole:
             def whole(client: QueueClient, known_step: int = known_step) -> Future:
                 return client.training.whole(last, known_step)
 
-            is_whole, known_step = self.windows.ask(last, _OTHERS, whole)
+            is_whole, known_step = self.windows.ask_queue(last, _OTHERS, whole)
             if is_whole:
                 break
 
     def check_edge(self) -> None:
         """Raise StopBeforeStep, in every rank, if no further step may begin."""
-        reason = self.ranks.tell({"reason": self.windows.stop_reason()})["reason"]
+        reason = self.ranks.broadcast({"reason": self.windows.stop_reason()})["reason"]
         if reason:
             raise StopBeforeStep(reason)
 
@@ -227,7 +227,7 @@ class TrainerRole:
         whose timeout does not stop while a disk is full or the hub is replaced.
         """
         with self.context.spans("wait", step=step, cause=DISK):
-            answer = self.ranks.tell((self.step_ack or {}) if self.ranks.leader else None)
+            answer = self.ranks.broadcast((self.step_ack or {}) if self.ranks.leader else None)
         return answer.get("save_next", False)
 
     def gradients(

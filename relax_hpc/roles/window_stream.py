@@ -107,7 +107,7 @@ class WindowStream:
         """Whether all rows of ``claims``, about which `take_windows` has asked, are on disk. If
         not, some were lost."""
         with self.context.spans("wait", step=step, cause=DISK):
-            held = self.ranks.tell(self.settling if self.ranks.leader else None)
+            held = self.ranks.broadcast(self.settling if self.ranks.leader else None)
         return len(held) == sum(len(claim.tickets) for claim in claims)
 
     def give_back(self, step: int, number: int, claims: list[Claim]) -> None:
@@ -119,7 +119,7 @@ class WindowStream:
             self._release(self._take(step, may_end=number == 0).claim)
 
     def _release(self, claim: Claim) -> None:
-        self.ranks.ask(lambda client: client.release(claim))
+        self.ranks.ask_queue(lambda client: client.release(claim))
 
     def _wait(
         self,
@@ -155,19 +155,23 @@ class WindowStream:
                 return reason
         return ""
 
-    def ask(self, step: int, cause: tuple[str, str], ask: Callable[[QueueClient], Future]) -> Any:
-        """Ask the queue and wait for its answer, a message, in every rank. StopBeforeStep: the role
-        has to end before."""
+    def ask_queue(
+        self, step: int, cause: tuple[str, str], request: Callable[[QueueClient], Future]
+    ) -> Any:
+        """Send a request to the queue and return its answer, a message, in every rank.
+
+        StopBeforeStep: the role has to end before.
+        """
         message: dict[str, Any] = {}
         with self.context.spans("wait", step=step, cause=cause):
             if self.ranks.leader:
                 assert self.context.client is not None
-                work = ask(self.context.client)
+                work = request(self.context.client)
                 reason = self._wait(
                     work, may_end=True, awaited=f"{cause[0]}: {cause[1]}: no answer of the queue"
                 )
                 message = {"reason": reason, "answer": None if reason else work.result()}
-            message = self.ranks.tell(message)
+            message = self.ranks.broadcast(message)
         if message["reason"]:
             raise StopBeforeStep(message["reason"])
         return message["answer"]
@@ -183,7 +187,7 @@ class WindowStream:
         assert requested is not None
         while True:
             with self.context.spans("wait", step=step, cause=HUB) as waiting:
-                message = self.ranks.tell(
+                message = self.ranks.broadcast(
                     self._next(requested, step, may_end) if self.ranks.leader else None
                 )
                 if message["reason"]:

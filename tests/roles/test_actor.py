@@ -159,13 +159,13 @@ def waiting(deadline: float | None = None, client: Queue | None = None) -> Any:
     actor.context = SimpleNamespace(config=actor.config, client=client or Queue(), **about, **spans)
     layout, alone = SimpleNamespace(data_size=1), RankChannel(10.0)
     ways = {
-        "tell": alone.broadcast,
+        "broadcast": alone.broadcast,
         "control": alone,
         "rows": lambda *_: [],
         "channel": lambda: alone,
     }
     actor.ranks = SimpleNamespace(
-        leader=True, layout=layout, ask=lambda ask: ask(actor.context.client), **ways
+        leader=True, layout=layout, ask_queue=lambda ask: ask(actor.context.client), **ways
     )
     actor.clock = StepClock(deadline)
     actor.hooks = TrainerHooks()
@@ -285,7 +285,7 @@ def test_ranks_wait_together_until_the_queue_knows_of_a_step() -> None:
     actor, heard = giving(), list[Any]()
     actor.step_ack = future = Future()
     future.set_result({})
-    actor.ranks.tell = lambda message: heard.append(message) or {}
+    actor.ranks.broadcast = lambda message: heard.append(message) or {}
     actor.await_step_ack(3)
     assert heard == [future], "what the others hear of meanwhile"
     actor.ranks.leader, actor.step_ack = False, None
@@ -385,7 +385,7 @@ class Recorded(TrainerRole):
             settle=self.settled,
         )
         self.ranks = SimpleNamespace(
-            tell=lambda message: message, close=lambda: self.saved.append("closed")
+            broadcast=lambda message: message, close=lambda: self.saved.append("closed")
         )
 
     def check_edge(self) -> None:
@@ -465,7 +465,7 @@ def test_a_run_none_of_whose_checkpoints_verifies_does_not_begin_anew(
         answer = question(SimpleNamespace(training=training))
         return answer.result() if isinstance(answer, Future) else answer
 
-    checkpoints.ranks, checkpoints.trainer = SimpleNamespace(ask=ask, control=None), None
+    checkpoints.ranks, checkpoints.trainer = SimpleNamespace(ask_queue=ask, control=None), None
     sound = {"step-10"}
     assert checkpoints.load() == 10 and resumed == [10]
     sound.clear()
