@@ -47,7 +47,7 @@ _ERRORS: dict[str, type[RelaxError]] = {"fenced": FencedError, "deadline": Deadl
 
 
 class Submit(Protocol):
-    """Type of `Connection.submit`, which all methods of a client use."""
+    """Type of `QueueConnection.submit`, which all methods of a client use."""
 
     def __call__(
         self, op: str, timeout: float | None = None, **args: Any
@@ -328,5 +328,5 @@ def then(future: Future[Input], function: Callable[[Input], Output]) -> Future[O
     return result
 
 
-def nothing(_: object) -> None:
+def ignore_answer(_: object) -> None:
     """Ignore the content of an answer: its arrival is the information."""

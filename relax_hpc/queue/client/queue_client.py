@@ -17,7 +17,7 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
 from relax_hpc.net.transport import SlabPool
 from relax_hpc.queue.client.answers import Claim
-from relax_hpc.queue.client.connection import QueueConnection, nothing, then
+from relax_hpc.queue.client.connection import QueueConnection, ignore_answer, then
 from relax_hpc.queue.client.reading import read_columns, read_rows
 from relax_hpc.queue.client.status import Status
 from relax_hpc.queue.client.summary import summarize_groups, summarize_media
@@ -95,7 +95,7 @@ class QueueClient:
 
     def release(self, claim: Claim) -> Future[None]:
         """Release ``claim``: rows that are still valid are offered again."""
-        return then(self.connection.submit("release", lease=claim.lease), nothing)
+        return then(self.connection.submit("release", lease=claim.lease), ignore_answer)
 
     def return_claim(self, claim: Claim) -> None:
         """Call `release`, and wait for the answer."""

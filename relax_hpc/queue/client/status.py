@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from relax_hpc.queue.client.answers import QueueStatus
-from relax_hpc.queue.client.connection import Submit, nothing, then
+from relax_hpc.queue.client.connection import Submit, ignore_answer, then
 
 
 class Status:
@@ -21,11 +21,11 @@ class Status:
 
     def run_finished(self) -> Future[None]:
         """A future that is done when the run is finished."""
-        return then(self._submit("over"), nothing)
+        return then(self._submit("over"), ignore_answer)
 
     def note(self, what: str, name: str, reason: str) -> Future[None]:
         """Count a fault that concerns no ticket: of an engine, or in a line of a prompt file."""
-        return then(self._submit("note", what=what, name=name, reason=reason), nothing)
+        return then(self._submit("note", what=what, name=name, reason=reason), ignore_answer)
 
     def report(
         self,
@@ -37,12 +37,12 @@ class Status:
         """Metrics of ``step``, and the seconds spent by kind since the last report."""
         return then(
             self._submit("report", role=role, step=step, values=values, seconds=seconds or {}),
-            nothing,
+            ignore_answer,
         )
 
     def show(self, step: int, texts: Sequence[str]) -> Future[None]:
         """Send a few texts for people, such as samples of ``step``."""
-        return then(self._submit("show", step=step, texts=list(texts)), nothing)
+        return then(self._submit("show", step=step, texts=list(texts)), ignore_answer)
 
     def first_failure(
         self, reason: str, detail: str, location: str, traceback: str
@@ -56,9 +56,9 @@ class Status:
                 location=location,
                 traceback=traceback,
             ),
-            nothing,
+            ignore_answer,
         )
 
     def down(self, group: str, incarnation: int) -> Future[None]:
         """Report that a supervisor saw this incarnation of ``group`` end."""
-        return then(self._submit("down", group=group, incarnation=incarnation), nothing)
+        return then(self._submit("down", group=group, incarnation=incarnation), ignore_answer)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from relax_hpc.queue.client.answers import Admission, NextAttempt
-from relax_hpc.queue.client.connection import Submit, nothing, then
+from relax_hpc.queue.client.connection import Submit, ignore_answer, then
 
 
 class Tickets:
@@ -30,7 +30,7 @@ class Tickets:
 
     def return_ticket(self, ticket: int) -> Future[None]:
         """Stop working on the ticket. The next owner continues from its log."""
-        return then(self._submit("give_back", ticket=ticket), nothing)
+        return then(self._submit("give_back", ticket=ticket), ignore_answer)
 
     def append(
         self,
@@ -53,7 +53,8 @@ class Tickets:
         """Drop an attempt and its log: its ticket starts again. A spare attempt is only
         counted."""
         return then(
-            self._submit("drop_attempt", ticket=ticket, attempt=attempt, reason=reason), nothing
+            self._submit("drop_attempt", ticket=ticket, attempt=attempt, reason=reason),
+            ignore_answer,
         )
 
     def register_media(self, ticket: int, ids: Sequence[str]) -> Future[bool]:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from relax_hpc.config.roles import POLICY
 from relax_hpc.queue.client.answers import Checkpoint, StepTrained
-from relax_hpc.queue.client.connection import Submit, nothing, then
+from relax_hpc.queue.client.connection import Submit, ignore_answer, then
 
 
 class Training:
@@ -25,7 +25,7 @@ class Training:
         """Begin this incarnation with ``step``. If the policy resumes, rows of later weights are
         rolled back, and other trainers that trained on them resume earlier too. Another trainer
         gets the rows of later steps again."""
-        return then(self._submit("resume", step=step, task=task), nothing)
+        return then(self._submit("resume", step=step, task=task), ignore_answer)
 
     def settled(self, leases: Sequence[int]) -> Future[list[int]]:
         """Tickets of ``leases`` that are on disk, as soon as this is known of all of them."""
@@ -45,7 +45,8 @@ class Training:
     def checkpoint(self, step: int, name: str, digest: str, task: str = POLICY) -> Future[None]:
         """Report that the trainer's part of the checkpoint of ``step`` is in folder ``name``."""
         return then(
-            self._submit("checkpoint", step=step, name=name, digest=digest, task=task), nothing
+            self._submit("checkpoint", step=step, name=name, digest=digest, task=task),
+            ignore_answer,
         )
 
     def whole(self, step: int, seen: int) -> Future[tuple[bool, int]]:
@@ -57,18 +58,18 @@ class Training:
     def take_turn(self, side: str, step: int = 0) -> Future[None]:
         """A future that is done when the devices are free for ``side``: the actor, to train
         ``step``, or the engines."""
-        return then(self._submit("take_turn", side=side, step=step), nothing)
+        return then(self._submit("take_turn", side=side, step=step), ignore_answer)
 
     def end_turn(self) -> Future[None]:
         """Report that the actor has freed the devices."""
-        return then(self._submit("end_turn"), nothing)
+        return then(self._submit("end_turn"), ignore_answer)
 
     def step_generated(self, step: int) -> Future[None]:
         """A future that is done when all rows of ``step`` are on disk: no engine is needed before
         the next version."""
-        return then(self._submit("step_generated", step=step), nothing)
+        return then(self._submit("step_generated", step=step), ignore_answer)
 
     def end_engine_turn(self, reader: str, step: int) -> Future[None]:
         """Report that the engine ``reader`` has no work left for ``step`` and has freed the
         devices."""
-        return then(self._submit("rest", reader=reader, step=step), nothing)
+        return then(self._submit("rest", reader=reader, step=step), ignore_answer)

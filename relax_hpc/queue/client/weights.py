@@ -8,7 +8,7 @@ from typing import Any
 
 from relax_hpc.base.versions import Version
 from relax_hpc.queue.client.answers import PublishedVersion
-from relax_hpc.queue.client.connection import Submit, nothing, then
+from relax_hpc.queue.client.connection import Submit, ignore_answer, then
 
 
 class Weights:
@@ -28,7 +28,7 @@ class Weights:
 
     def filed(self, version: Version, digest: str) -> Future[None]:
         """Report that the files of ``version`` are written; ``digest``: of their listing."""
-        return then(self._submit("filed", version=str(version), digest=digest), nothing)
+        return then(self._submit("filed", version=str(version), digest=digest), ignore_answer)
 
     def newer(
         self,
@@ -84,4 +84,4 @@ class Weights:
 
     def evaluated(self, version: int, values: Mapping[str, float]) -> Future[None]:
         """Report the metrics of the evaluation of version number ``version``."""
-        return then(self._submit("evaluated", version=version, values=dict(values)), nothing)
+        return then(self._submit("evaluated", version=version, values=dict(values)), ignore_answer)

@@ -49,7 +49,9 @@ class PromptGroups(dict[int, PromptGroup]):
         return list(numbers), groups
 
     def load(self, values: Any, bits: FieldBits) -> None:
-        shards_fields: list[ShardFields] = [(number, tuple(fields)) for number, fields in values[0]]
+        all_shard_fields: list[ShardFields] = [
+            (number, tuple(fields)) for number, fields in values[0]
+        ]
         for head, rows, (old_version, numbers) in values[1]:
             ticket, owner, attempt, filtered, last, position = head
             group = PromptGroup((owner[0], owner[1]) if owner else None, attempt, filtered)
@@ -59,7 +61,7 @@ class PromptGroups(dict[int, PromptGroup]):
                 group.declare(
                     lengths, shared_bytes(episodes), shared_versions(tuple(versions)), media
                 )
-            group.parts = tuple(shards_fields[number] for number in numbers)
+            group.parts = tuple(all_shard_fields[number] for number in numbers)
             for _, fields in group.parts:
                 group.present |= bits.mask(fields)
             self[ticket] = group
