@@ -329,7 +329,7 @@ FINDINGS = [
         {"rollout.top_p": 0.9},
         [
             "rollout.top_k: found 0 with top_p 0.9 and min_p 0, allowed: 2 to 4096",
-            "SGLang does not tell",
+            "SGLang does not report",
         ],
     ),
     (
@@ -346,7 +346,7 @@ FINDINGS = [
             "rollout.top_k": 8,
             "rollout.engine.flags": {"speculative_algorithm": "EAGLE"},
         },
-        ["rollout.engine.flags.speculative_algorithm: found it beside rollout.top_k"],
+        ["rollout.engine.flags.speculative_algorithm: found it together with rollout.top_k"],
     ),
     (
         {"rollout.top_p": 0.9, "rollout.engine.kind": "simulated"},

@@ -187,8 +187,8 @@ def test_a_python_without_the_packages(fake: FakeSlurm, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("tmpfs", "error: run_dir: .* is on tmpfs"),
-        ("ext4", "warning: run_dir: .* is on ext4"),
+        ("tmpfs", "error: run_dir: found .* on tmpfs"),
+        ("ext4", "warning: run_dir: found .* on ext4"),
         ("", "warning: run_dir"),
     ],
 )
@@ -223,9 +223,11 @@ def test_a_bash_that_does_not_answer(
 
 def test_names_of_filesystems() -> None:
     assert all(
-        map(host.shared, ("nfs4", "lustre", "gpfs", "beegfs", "fuse.glusterfs", "ceph", "wekafs"))
+        map(
+            host.is_shared, ("nfs4", "lustre", "gpfs", "beegfs", "fuse.glusterfs", "ceph", "wekafs")
+        )
     )
-    assert not any(map(host.shared, ("ext4", "tmpfs", "xfs", "fuse.sshfs", "")))
+    assert not any(map(host.is_shared, ("ext4", "tmpfs", "xfs", "fuse.sshfs", "")))
     assert host.filesystem(Path("/proc/self")) == "proc"
 
 
@@ -239,7 +241,7 @@ class Room:
     ("changes", "expected"),
     [
         ({"f_bavail": 1000}, "error: run_dir: .* GiB free"),
-        ({"f_favail": 5}, "error: run_dir: .* has 5 free inodes"),
+        ({"f_favail": 5}, "error: run_dir: found 5 free inodes"),
     ],
 )
 def test_a_full_disk(
@@ -264,7 +266,7 @@ def test_a_run_directory_of_another(
 ) -> None:
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(host.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    expect(list(host.check_disk(make(tmp_path, {}), False)), "error: run_dir: .* belongs to uid")
+    expect(list(host.check_disk(make(tmp_path, {}), False)), "error: run_dir: found .* of uid")
 
 
 def probe(**changes: Any) -> dict[str, Any]:

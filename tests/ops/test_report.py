@@ -243,7 +243,7 @@ def test_some_steps_alone(run: RunDir) -> None:
         found["hours"]["lost_restarting"] == found["hours"]["lost_again"] == 0
         and not found["restarts"]
     )
-    assert found["notes"] == ["pace and split are of 2 steps, 5 or more would say more"]
+    assert found["notes"] == ["pace and split are medians of 2 steps; reliable from 5 steps on"]
 
 
 def test_it_reads_well(run: RunDir, capsys: Any) -> None:
@@ -261,7 +261,7 @@ def test_it_reads_well(run: RunDir, capsys: Any) -> None:
         "split: 4 GPUs for rollout and 4 for training",
         "5 and 3 would be even: busy 4.00 and 4.00 s of a step",
         "tokens generated: 600, 83.3% of them trained; samples dropped: rolled_back 4",
-        "GPU-hours: asked 0.156",
+        "GPU-hours: held 0.156",
         "rank 0 was ended by signal 9",
     ):
         assert any(said in " ".join(line.split()) for line in text), said
@@ -295,7 +295,7 @@ def test_an_empty_run_and_one_without_steps(tmp_path: Path) -> None:
     incarnation(run, "actor", 0, [], 30)
     found = report(run)
     assert found["roles"]["actor"]["seconds"] == {"start": 30} and found["hours"]["unit"] == "node"
-    assert found["notes"] == ["pace and split are of 0 steps, 5 or more would say more"]
+    assert found["notes"] == ["pace and split are medians of 0 steps; reliable from 5 steps on"]
 
 
 def test_files_and_lines_that_are_no_spans_of_ours_change_nothing(run: RunDir) -> None:

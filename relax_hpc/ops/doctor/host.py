@@ -23,7 +23,7 @@ from relax_hpc.net.rendezvous.process import clean_environment
 from relax_hpc.ops.checks.settings import check
 from relax_hpc.ops.doctor.finding import Finding, error, warning
 
-SHARED = (
+SHARED_TYPES = (
     "nfs",
     "lustre",
     "gpfs",
@@ -39,7 +39,7 @@ SHARED = (
     "pvfs",
 )
 """Prefixes of the types of filesystems that several hosts can mount."""
-MEMORY = ("tmpfs", "ramfs", "devtmpfs", "overlay")
+LOCAL_TYPES = ("tmpfs", "ramfs", "devtmpfs", "overlay")
 """Types of filesystems that exist on one host only."""
 NEEDED_MODULES = ("relax_hpc", "mpi4py", "yaml", "jsonargparse", "psutil", "msgpack")
 MAX_PATH = 1000
@@ -290,43 +290,48 @@ def check_disk(config: Config, several_hosts: bool) -> Iterator[Finding]:
     ``several_hosts``: the cluster has more than one machine.
     """
     path = Path(config.run_dir)
-    if len(os.fsencode(path)) > MAX_PATH:
+    path_bytes = len(os.fsencode(path))
+    if path_bytes > MAX_PATH:
         yield error(
-            f"run_dir: found a path of {len(os.fsencode(path))} bytes, allowed: {MAX_PATH}; name a "
-            "shorter one"
+            f"run_dir: found a path of {path_bytes} bytes, allowed: {MAX_PATH}; name a shorter one"
         )
         return
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     kind = filesystem(existing)
-    if several_hosts and config.layout != "local" and not shared(kind):
-        severity = error if kind in MEMORY else warning
+    if several_hosts and config.layout != "local" and not is_shared(kind):
+        severity = error if kind in LOCAL_TYPES else warning
         yield severity(
-            f"run_dir: {existing} is on {kind or 'an unknown filesystem'}, which other hosts may "
-            "not see; name a directory on the cluster's shared filesystem (doctor --deep checks "
-            "the nodes)"
+            f"run_dir: found {existing} on {kind or 'an unknown filesystem'}, which other hosts "
+            "may not see; name a directory on the cluster's shared filesystem (doctor --deep "
+            "checks the nodes)"
         )
     if path.exists() and path.stat().st_uid != os.getuid():
         yield error(
-            f"run_dir: {path} belongs to uid {path.stat().st_uid}, not to you; name another "
-            "directory"
+            f"run_dir: found {path} of uid {path.stat().st_uid}, allowed: a directory of yours; "
+            "name another directory"
         )
     mask = _umask()
     if mask & 0o700:
         yield error(
             f"umask: found {mask:04o}, which denies access to yourself; set umask 0077 or 0022"
         )
-    disk = os.statvfs(existing)
+    yield from _disk_space(config, existing)
+
+
+def _disk_space(config: Config, folder: Path) -> Iterator[Finding]:
+    """Check the free bytes and inodes of the filesystem of ``folder``."""
+    disk = os.statvfs(folder)
     free_bytes = disk.f_bavail * disk.f_frsize
     needed_bytes = max(MIN_FREE, _bytes_needed(config))
     if free_bytes < needed_bytes:
         yield error(
-            f"run_dir: {existing} has {free_bytes / 2**30:.1f} GiB free, allowed: at least "
+            f"run_dir: found {free_bytes / 2**30:.1f} GiB free in {folder}, allowed: at least "
             f"{needed_bytes / 2**30:.1f} GiB; free some, or lower checkpoint.keep_last"
         )
     if disk.f_files > 0 and disk.f_favail < MIN_FILES:
         yield error(
-            f"run_dir: {existing} has {disk.f_favail} free inodes, allowed: at least {MIN_FILES}; "
-            "free some"
+            f"run_dir: found {disk.f_favail} free inodes in {folder}, allowed: at least "
+            f"{MIN_FILES}; free some"
         )
 
 
@@ -341,9 +346,9 @@ def filesystem(path: Path) -> str:
     return kind
 
 
-def shared(kind: str) -> bool:
+def is_shared(kind: str) -> bool:
     """Whether several hosts can see a filesystem of this type."""
-    return kind.removeprefix("fuse.").startswith(SHARED)
+    return kind.removeprefix("fuse.").startswith(SHARED_TYPES)
 
 
 def _umask() -> int:

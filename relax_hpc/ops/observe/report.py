@@ -312,5 +312,7 @@ def _notes(workers: Sequence[WorkerTimeline], pace: Pace | None) -> list[str]:
         return ["no role has written a span yet; run the report again after the first step"]
     steps = pace.steps if pace else 0
     if steps < ENOUGH_STEPS:
-        return [f"pace and split are of {steps} steps, {ENOUGH_STEPS} or more would say more"]
+        return [
+            f"pace and split are medians of {steps} steps; reliable from {ENOUGH_STEPS} steps on"
+        ]
     return []

@@ -39,7 +39,7 @@ _HOURS = (
     ("waiting", "waiting"),
     ("lost_restarting", "lost to faults, restarting"),
     ("lost_again", "lost to faults, trained again"),
-    ("rest", "starting and rest"),
+    ("rest", "starting and other"),
 )
 
 
@@ -175,7 +175,7 @@ def _goodput(goodput: dict[str, Any]) -> Iterator[str]:
 
 def _hours(hours: dict[str, Any]) -> Iterator[str]:
     total = hours["asked"]
-    yield f"{hours['unit']}-hours: asked {total:.3g}"
+    yield f"{hours['unit']}-hours: held {total:.3g}"
     for name, title in _HOURS if total else ():
         yield f"  {title:<30}{hours[name]:>10.3g} {hours[name] / total:>6.1%}"
 
