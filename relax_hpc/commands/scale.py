@@ -109,7 +109,7 @@ def _scale_processes(run: RunDir, config: Config, group: str, replicas: int) -> 
 def members_to_start(living: Iterable[str], group: str, replicas: int) -> list[str]:
     """Members of ``group`` to start, so that it has ``replicas`` members.
 
-    >>> missing({"rollout-3"}, "rollout", 4)
+    >>> members_to_start({"rollout-3"}, "rollout", 4)
     ['rollout-2', 'rollout-4']
     """
     names = [f"{group}-{number}" for number in range(2, replicas + 1)]
@@ -120,7 +120,7 @@ def members_to_start(living: Iterable[str], group: str, replicas: int) -> list[s
 def members_to_end(living: Iterable[str], replicas: int) -> list[str]:
     """Members to end, highest number first.
 
-    >>> beyond({"rollout-2", "rollout-10", "rollout-3"}, 2)
+    >>> members_to_end({"rollout-2", "rollout-10", "rollout-3"}, 2)
     ['rollout-10', 'rollout-3']
     """
     return sorted((name for name in living if _number(name) > replicas), key=_number, reverse=True)

@@ -140,9 +140,8 @@ def time_limit_s(time: str, key: str) -> int:
     """Seconds of a time limit in the format of sbatch. ConfigError that names ``key`` for any other
     text, also for no limit.
 
-    >>> seconds("90", "slurm.time"), seconds("1-12", "slurm.time"), seconds("24:00:00",
-    ...     "slurm.time")
-    (5400, 129600, 86400)
+    >>> [time_limit_s(text, "slurm.time") for text in ("90", "1-12", "24:00:00")]
+    [5400, 129600, 86400]
     """
     match = _TIME.fullmatch(time)
     total = 0
