@@ -46,11 +46,13 @@ def restart_in_local_environment(config: Config, module: str, arguments: list[st
     source = Path(sys.prefix)
     if "environment" not in config.site.stage or source.parent == local_folder():
         return
+    # Installing or removing a package changes the modification time of site-packages.
     packages = Path(sysconfig.get_path("purelib"))
     name = hashlib.sha256(f"{source}:{packages.stat().st_mtime_ns}".encode()).hexdigest()[:16]
     target = local_folder() / f"environment-{name}"
     copy_once(source, target, config.liveness.start_timeout_s, symlinks=True)
     python = str(target / Path(sys.executable).relative_to(source))
+    # execv keeps the pid, so that Slurm and the supervisor still know the process.
     os.execv(python, [python, "-m", module, *arguments])
 
 
@@ -88,6 +90,7 @@ def _copy(source: Path, target: Path, symlinks: bool) -> None:
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
         shutil.copytree(source, temporary, symlinks=symlinks, dirs_exist_ok=True)
+        # rename(2) is atomic. It fails if another process has created the target before.
         temporary.rename(target)
     except OSError:
         if not target.exists():

@@ -35,6 +35,8 @@ class TrackerProcess:
             "--name",
             name,
         ]
+        # The tracker follows metrics.jsonl until its standard input is closed. The kernel closes
+        # the pipe also if the hub is killed.
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 command,

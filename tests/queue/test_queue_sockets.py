@@ -152,13 +152,13 @@ def test_a_connection_keeps_what_it_cannot_send():
     sent = [bytes([number]) * (1 << 20) for number in range(12)]
     for content in sent:
         ours.send(content)
-    assert ours.waits
+    assert ours.has_backlog
     got: list[bytes] = []
     while len(got) < len(sent):
         ours.flush()
         theirs.receive()
         got += map(bytes, theirs.payloads())
-    assert got == sent and not ours.waits
+    assert got == sent and not ours.has_backlog
     ours.close()
     theirs.close()
 

@@ -163,7 +163,7 @@ def test_no_more_is_read_of_a_stranger_than_its_answer(listener, strangers):
     one.sendall(ChallengeResponse(TOKEN, PURPOSE).answer(one.recv(GREETING_BYTES)) + b"abc")
     turns(listener, lambda: listener._peers)
     (peer,) = listener._peers.values()
-    turns(listener, lambda: peer._cutter._rest == b"abc")
+    turns(listener, lambda: peer._cutter._buffer == b"abc")
 
 
 def test_who_proves_nothing_in_time_is_left(listener, strangers, monkeypatch):
@@ -328,9 +328,11 @@ def test_each_connection_has_a_key_that_the_token_alone_does_not_give():
 def recorded(monkeypatch) -> list[bytes]:
     """All that connections of this process send from now on."""
     sent: list[bytes] = []
-    real = FrameConnection._sent
+    real = FrameConnection._try_send
     monkeypatch.setattr(
-        FrameConnection, "_sent", lambda self, data: sent.append(bytes(data)) or real(self, data)
+        FrameConnection,
+        "_try_send",
+        lambda self, data: sent.append(bytes(data)) or real(self, data),
     )
     return sent
 

@@ -64,6 +64,7 @@ def bind_to_share(config: Config, group: str, role: str) -> None:
         message = f"{role}: {len(cores)} cores are fewer than the ranks of the node: not bound"
         print(message, file=sys.stderr, flush=True)
         return
+    # Pid 0 is the calling thread. Threads and processes that it starts later inherit the mask.
     try:
         os.sched_setaffinity(0, share)
     except OSError as error:
@@ -150,6 +151,8 @@ def numa_of_gpus(
 ) -> list[int]:
     """NUMA node of each GPU of this process, by its number; -1: unknown. Empty: there is no GPU."""
     nodes: dict[int, int] = {}
+    # NVIDIA's driver has a folder for each GPU, named by its PCI address. The kernel reports the
+    # NUMA node of the address, or -1 if the firmware does not define it.
     for folder in driver.glob("*"):
         minor = re.search(r"Device Minor:\s*(\d+)", _read(folder / "information"))
         if minor:
@@ -158,7 +161,7 @@ def numa_of_gpus(
     # Slurm numbers GPUs like their device files. CUDA_VISIBLE_DEVICES begins at 0 if cgroups hide
     # the GPUs of other jobs, so it is used only without SLURM_STEP_GPUS.
     listed = environment.get("SLURM_STEP_GPUS") or environment.get("CUDA_VISIBLE_DEVICES", "")
-    numbers = [int(word) for word in listed.split(",") if word.isdigit()] or sorted(nodes)
+    numbers = [int(text) for text in listed.split(",") if text.isdigit()] or sorted(nodes)
     return [nodes.get(number, -1) for number in numbers] if nodes else []
 
 

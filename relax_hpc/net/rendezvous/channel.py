@@ -49,6 +49,7 @@ class RankChannel:
         A message is None, a number, string or bytes, or a list or map of them.
         """
         if isinstance(message, Future):
+            # The other ranks wait in a collective, whose timeout must not expire.
             while not wait([message], _LOOK_S).done:
                 self.extend_wait()
             message = message.result()

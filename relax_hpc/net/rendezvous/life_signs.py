@@ -63,6 +63,7 @@ def _born(pid: int) -> int:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return 0
+    # Fields 3 (state) and 22 (starttime) of proc(5); the first two are cut off.
     return 0 if fields[0] in _ENDED else int(fields[19])
 
 

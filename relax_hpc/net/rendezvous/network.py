@@ -42,6 +42,7 @@ def own_address(config: Config, group: str) -> str:
         return interface_address(interface)
     host = socket.gethostname()
     address = _ipv4_of(host)
+    # Debian maps the host's name to 127.0.1.1 in /etc/hosts, which other hosts cannot reach.
     if address and not ipaddress.ip_address(address).is_loopback:
         return address
     raise ConfigError(
@@ -96,8 +97,8 @@ def library_environment(config: Config, group: str) -> dict[str, str]:
     """Environment variables that keep libraries on the configured interface.
 
     They are for gloo, NCCL's bootstrap, libfabric and Open MPI. Variables that site.env or the
-    group's env sets are left out. Without a configured interface there are none; gloo then uses the
-    address of the host's name, as `own_address` does.
+    group's env sets are left out. Without a configured interface the result is empty; gloo then
+    uses the address of the host's name, as `own_address` does.
     """
     interface = _interface(config, group)
     if config.layout == "local" or not interface:

@@ -56,6 +56,7 @@ def claim_incarnation(run: RunDir, group: str, former: int | None = None) -> int
     folder.mkdir(parents=True, exist_ok=True)
     incarnation = 1 + (latest_incarnation(run, group) if former is None else former)
     if incarnation == 1:
+        # The folders are new. Without this, a power loss could remove them with the claim.
         sync_directory(folder.parent)
         sync_directory(run.root)
     while True:
@@ -64,6 +65,8 @@ def claim_incarnation(run: RunDir, group: str, former: int | None = None) -> int
             sync_directory(folder)
             return incarnation
         except FileExistsError:
+            # Over NFS, an exclusive creation whose reply was lost is sent again, and can fail with
+            # EEXIST although it has succeeded. The number is then skipped, which is harmless.
             if former is not None:
                 raise FencedError(
                     f"another process has just claimed {group} incarnation {incarnation}"
@@ -88,7 +91,7 @@ def publish_card(run: RunDir, card: GroupCard) -> None:
 
 
 def latest_card(run: RunDir, group: str) -> GroupCard | None:
-    """Card of the newest published incarnation of ``group``. None: there is none."""
+    """Card of the newest published incarnation of ``group``. None: no card is published."""
     incarnations = _numbers(run.rendezvous(group), _CARD)
     for incarnation in sorted(incarnations, reverse=True):
         card = read_card(run, group, incarnation)

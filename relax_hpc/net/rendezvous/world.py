@@ -35,7 +35,7 @@ number of ranks, and the descriptor of a socket to the launcher."""
 _REMEDY = (
     "let site.mpi.library and site.mpi.launcher name an MPI library and a launcher that belong "
     "together: library wheel "
-    "(the mpich package beside mpi4py) with pmi2, the path of an Open MPI's libmpi.so with pmix"
+    "(the mpich package next to mpi4py) with pmi2, the path of an Open MPI's libmpi.so with pmix"
 )
 
 
@@ -78,6 +78,7 @@ def join_world(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> W
     RelaxError: MPI failed. ConfigError: it started another number of ranks. DeadlineError: the
     ranks did not meet within ``patience_s``.
     """
+    # With port 0 the kernel chooses a free port, so that several runs on one node do not collide.
     listening = socket.create_server((address, 0))
     # Ranks on the same node open this file by its path in /proc. It disappears with the processes
     # that have it open, so that nothing is left if they are killed.
@@ -98,6 +99,7 @@ def join_world(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> W
         )
     local_rank = sum(other["node"] == card["node"] for other in cards[:rank])
     world = World(rank, ranks, local_rank, cards)
+    # Only rank 0's file is used. The others are closed, which frees their memory.
     if not world.is_leader:
         os.close(memory)
     if world.is_leader and not world.share_files_in_memory:
@@ -140,6 +142,8 @@ def _run_in_child(work: Callable[[], Any], settings: str, patience_s: float) -> 
 
     ``settings``: beginning of error messages.
     """
+    # A forked child has only the thread that forked. A lock that another thread holds would stay
+    # locked in the child for ever.
     reader, writer = os.pipe()
     parent, child = os.getpid(), os.fork()
     if not child:

@@ -1,8 +1,7 @@
-"""Planes: ways for the bytes of a shard from one process to another, all behind the interface
-`Plane`.
+"""Transport planes for the bytes of records between processes, all with the interface `Plane`.
 
-`ShmPlane` within a node and `TcpPlane` between nodes are here. `rdma.RdmaPlane` needs an optional
-package and is not imported; `choice.make_planes` makes those that a configuration asks for.
+`ShmPlane` within a node and `TcpPlane` between nodes are exported here. `rdma.RdmaPlane` needs an
+optional package and is not imported. `choice.make_planes` creates the planes of a configuration.
 """
 
 from relax_hpc.net.transport.plane import Descriptor, Plane, PlaneError

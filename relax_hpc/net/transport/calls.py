@@ -1,6 +1,6 @@
-"""Requests and answers over authenticated connections, in one event loop: see `exchange`.
+"""Requests and answers over authenticated connections, in one event loop, see `exchange`.
 
-CallLink (connecting end)  <--frames-->  CallListener (listening end, of any number of links)
+CallLink (connecting end)  <--frames-->  CallListener (listening end of any number of links)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relax_hpc.net.transport.sockets import FrameConnection, connect
 from relax_hpc.net.transport.wire import BadMessage
 
 _TURN_S = 0.5
-"""Seconds between two checks for connections that did not authenticate in time."""
+"""Seconds between two checks for connections that have not authenticated in time."""
 
 
 class CallListener:
@@ -40,6 +40,8 @@ class CallListener:
     async def run(self) -> None:
         """Serve peers until cancelled."""
         loop = asyncio.get_running_loop()
+        # On Linux this is the epoll descriptor of the listener's selector, which is itself readable
+        # when one of its sockets is.
         loop.add_reader(self._listener.fileno(), self._receive)
         try:
             while True:
@@ -52,8 +54,8 @@ class CallListener:
             self._listener.close()
 
     async def call(self, number: int, **message: object) -> Message:
-        """Answer of the peer ``number`` to ``message``. Gone: its connection ends before. KeyError:
-        unknown peer."""
+        """Answer of the peer ``number`` to ``message``. PeerGone: its connection has ended before.
+        KeyError: the peer is unknown."""
         return await self._peers[number].call(**message)
 
     def _receive(self) -> None:
@@ -66,7 +68,8 @@ class CallListener:
                 peer.receive(payload)
             except BadMessage:
                 self._listener.refuse(number)
-        for number in [number for number in self._peers if not self._listener.has_peer(number)]:
+        ended = [number for number in self._peers if not self._listener.has_peer(number)]
+        for number in ended:
             self._end(number, "the other end has gone")
         if self._listener.has_more:
             asyncio.get_running_loop().call_soon(self._receive)
@@ -103,8 +106,7 @@ class CallLink:
         asyncio.get_running_loop().add_reader(connection.socket, self._receive)
 
     def close(self, reason: str = "it was closed") -> None:
-        """End the connection; ``reason`` is in the error of each request that waits. Safe to call
-        twice."""
+        """End the connection. Pending requests fail with ``reason``. Safe to call twice."""
         if self.lost.is_set():
             return
         self.lost.set()
@@ -141,4 +143,5 @@ class CallLink:
 async def open_link(endpoint: str, token: bytes, purpose: bytes, within_s: float) -> CallLink:
     """An authenticated link to ``endpoint``. OSError: there is no connection after ``within_s``
     seconds."""
+    # `connect` blocks, and must not block the event loop.
     return CallLink(await asyncio.to_thread(connect, endpoint, token, purpose, within_s))

@@ -1,4 +1,4 @@
-"""Choice of the planes of a process: those of the configuration that work here, the best first."""
+"""Choice of the planes of a process: those of the configuration that work here, best first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from relax_hpc.net.transport.tcp import TcpPlane
 
 
 def planes_wanted(config: Config) -> dict[str, Mode]:
-    """The modes of `queue.planes`, by plane, the best first. On one node nothing is between
-    nodes."""
+    """The mode of each plane in `queue.planes`, best plane first. On one node, `auto` turns plane
+    rdma off."""
     modes = asdict(config.queue.planes)
     if config.layout == "local" and modes["rdma"] == "auto":
         modes["rdma"] = "off"
@@ -31,10 +31,9 @@ def make_planes(
     owner: str,
     silence_s: float = SILENCE_S,
 ) -> tuple[dict[str, Plane], dict[str, str]]:
-    """Planes by name, in the order of ``modes``; and, by name, why others that are not off cannot
-    be had here.
+    """Planes by name, in the order of ``modes``; and the reasons why others are not available.
 
-    ``silence_s``: for a maker without any sign.
+    ``silence_s``: seconds without data after which a read from a silent peer fails.
     """
     makers: dict[str, Callable[[], Plane]] = {
         "shm": lambda: ShmPlane(token, pool, silence_s),
@@ -43,6 +42,7 @@ def make_planes(
     }
     planes: dict[str, Plane] = {}
     absent: dict[str, str] = {}
+    # A plane that is `required` but not available is reported by the caller, with all reasons.
     for name in [name for name, mode in modes.items() if mode != "off"]:
         try:
             planes[name] = makers[name]()
@@ -52,8 +52,8 @@ def make_planes(
 
 
 def _rdma(mode: Mode, token: bytes, pool: SlabPool, owner: str) -> Plane:
-    # NIXL takes half a second to load: not where it could only emulate, which plane tcp does
-    # better.
+    # Loading NIXL 1.5.1 takes half a second. Without a card it could only emulate reads over TCP,
+    # which plane tcp does better.
     from relax_hpc.net.transport.rdma_path import has_active_card
 
     if mode == "auto" and not has_active_card():
@@ -64,19 +64,21 @@ def _rdma(mode: Mode, token: bytes, pool: SlabPool, owner: str) -> Plane:
 
 
 def check_required(config: Config) -> None:
-    """ConfigError if a plane is required that this process cannot have. Cheap where none needs a
-    package."""
+    """Raise ConfigError if a required plane is not available in this process.
+
+    Only plane rdma needs a package, which is loaded if it is required.
+    """
     if config.queue.planes.rdma == "required":
         from relax_hpc.net.transport.rdma_agent import check_nixl
 
-        usable, why = check_nixl()
+        usable, reason = check_nixl()
         if not usable:
-            raise ConfigError(missing_plane("rdma", why))
+            raise ConfigError(missing_plane("rdma", reason))
 
 
-def missing_plane(name: str, why: str) -> str:
-    """Message about a required plane that cannot be had."""
+def missing_plane(name: str, reason: str) -> str:
+    """Message about a required plane that is not available, for ``reason``."""
     return (
-        f"queue.planes.{name}: found required, but {why.removeprefix(f'{name}: ')}; or set it "
+        f"queue.planes.{name}: found required, but {reason.removeprefix(f'{name}: ')}; or set it "
         "to auto"
     )

@@ -1,5 +1,4 @@
-"""Requests and answers both ways over one connection whose ends know each other, in one event
-loop."""
+"""Requests and answers in both directions over one connection, in one event loop."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from relax_hpc.net.transport.wire import (
 )
 
 MAX_PAYLOAD_BYTES = MAX_MESSAGE_BYTES - MAC_BYTES
-"""Bytes of a request or an answer at most. A longer one is refused where it is sent."""
+"""Bytes of a request or an answer, at most. The sender refuses a longer one."""
 
 Message = dict[str, Any]
 
 
 class PeerGone(Exception):
-    """Error of a request whose other end has gone, or that it cannot answer."""
+    """Error of a request whose peer has ended, or has refused to answer."""
 
 
 class TooLarge(ValueError):
@@ -48,38 +47,39 @@ class Exchange:
     def __init__(
         self, send: Callable[[bytes], None], serve: Callable[[Message], Awaitable[Message]]
     ) -> None:
-        """``send`` a payload to the other end; ``serve`` gives the answer to a request of that end,
-        or raises what that is told."""
+        """``send`` sends a payload to the other end. ``serve`` returns the answer to a request of
+        the other end; the text of its exception is sent back."""
         self._send, self._serve = send, serve
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[Message]] = {}
+        self._pending: dict[int, asyncio.Future[Message]] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
-        """Requests of the other end that are being answered, by their numbers."""
+        """Requests of the other end that are in progress, by number."""
 
     async def call(self, **message: Any) -> Message:
-        """The other end's answer to ``message``. If this is cancelled, so is the work of the other
-        end.
+        """The other end's answer to ``message``. A cancellation also cancels the work there.
 
-        Gone: there will be no answer. TooLarge: ``message`` has more than `MAX_PAYLOAD_BYTES`."""
+        PeerGone: there will be no answer. TooLarge: ``message`` has more than `MAX_PAYLOAD_BYTES`.
+        """
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         payload = pack({"id": number, **message})
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise TooLarge(f"a request of {len(payload)} bytes, allowed: {MAX_PAYLOAD_BYTES}")
-        self._asked[number] = answer
+        self._pending[number] = answer
         try:
             self._send(payload)
             return await answer
         except OSError as error:
             raise PeerGone(str(error)) from error
         except asyncio.CancelledError:
+            # The other end stops its work. Its late answer has no pending request and is ignored.
             with contextlib.suppress(OSError):
                 self._send(pack({"cancel": number}))
             raise
         finally:
-            del self._asked[number]
+            del self._pending[number]
 
     def receive(self, payload: Bytes) -> None:
-        """Take what the other end has sent. BadMessage: it is nothing that one of ours sends."""
+        """Process a payload from the other end. BadMessage: it is invalid."""
         message = unpack(payload)
         if "cancel" in message:
             if task := self._serving.get(_number(message["cancel"])):
@@ -88,11 +88,18 @@ class Exchange:
             number = _number(message.get("id"))
             self._serving[number] = task = asyncio.create_task(self._answer(message))
             task.add_done_callback(lambda ended: self._forget(number, ended))
-        elif (answer := self._asked.get(_number(message["re"]))) and not answer.done():
-            if "gone" in message:
-                answer.set_exception(PeerGone(str(message["gone"])))
-            else:
-                answer.set_result(message)
+        else:
+            self._resolve(_number(message["re"]), message)
+
+    def _resolve(self, number: int, message: Message) -> None:
+        """Pass an answer to the request ``number``, unless it was cancelled."""
+        answer = self._pending.get(number)
+        if answer is None or answer.done():
+            return
+        if "gone" in message:
+            answer.set_exception(PeerGone(str(message["gone"])))
+        else:
+            answer.set_result(message)
 
     def _forget(self, number: int, ended: asyncio.Task[None]) -> None:
         if self._serving.get(number) is ended:
@@ -104,30 +111,31 @@ class Exchange:
             payload = pack({**await self._serve(message), "re": number})
         except PeerGone as gone:
             payload = _refusal(number, str(gone))
-        except (
-            Exception
-        ) as error:  # also of `pack`: without any answer, the other end would wait for ever
+        except Exception as error:
+            # Errors of `pack` too: without an answer, the other end would wait for ever.
             payload = _refusal(number, f"{type(error).__name__}: {error}")
         if len(payload) > MAX_PAYLOAD_BYTES:
-            # The other end would close the connection, on which other requests wait.
+            # The other end would close the connection, and its other requests would fail.
             payload = _refusal(
                 number, f"an answer of {len(payload)} bytes, allowed: {MAX_PAYLOAD_BYTES}"
             )
         with contextlib.suppress(OSError):
             self._send(payload)
 
-    def end(self, why: str) -> None:
-        """The connection has ended: nobody is answered any more."""
+    def end(self, reason: str) -> None:
+        """Fail all pending requests and cancel all work, because the connection has ended."""
         for task in self._serving.values():
             task.cancel()
-        for answer in self._asked.values():
+        for answer in self._pending.values():
             if not answer.done():
-                answer.set_exception(PeerGone(why))
+                answer.set_exception(PeerGone(reason))
 
 
 def _refusal(number: Any, reason: str) -> bytes:
-    """Payload that refuses the request ``number``. The text of an error may have half of a
-    character, which UTF-8 lacks."""
+    """Payload that refuses the request ``number``.
+
+    ``reason`` may have half of a surrogate pair, which UTF-8 cannot represent.
+    """
     return pack({"gone": reason.encode(errors="replace").decode(), "re": number})
 
 

@@ -1,5 +1,4 @@
-"""Connections between processes of one run: both ends prove that they hold its token, and every
-wait has an end."""
+"""Authenticated connections between processes of a run, with a deadline for every wait."""
 
 from __future__ import annotations
 
@@ -15,23 +14,24 @@ from relax_hpc.net.transport.lobby import Lobby
 from relax_hpc.net.transport.proof import GREETING_BYTES, PROOF_BYTES, ChallengeResponse
 
 MAX_CONNECTIONS = 1024
-"""Connections of one listener at most, each with a thread; further peers are turned away, and read
-by another plane."""
+"""Connections of one listener, at most. Each has a thread. Further peers are refused, and read on
+another plane."""
 CONNECT_S = 10.0
-"""Seconds for a peer to be reached and to prove what it is. A dead maker's port may have gone to a
-silent stranger."""
+"""Seconds to connect to a peer and to authenticate. Another program, which answers nothing, may
+have got the port of a dead peer."""
 SILENCE_S = 30.0
-"""Seconds without any sign of a maker of records, unless a run says when it takes a group for dead
-(`liveness.lease_s`). One whose node lost power closes no connection, nor does one that is stopped;
-whoever reads then asks again what there is to be read."""
+"""Default seconds without data after which a read fails; a run uses `liveness.lease_s`. If a node
+loses power or a process is stopped, its connections stay open."""
 _PIECE_BYTES = 1 << 20
 ACCEPT_SHARE = 0.1
-"""Share of a role's time that a flood of connections can take, and as much again for their ends."""
+"""Share of a role's time that accepting a flood of connections takes, at most. Ending them takes
+about as much again."""
 CLOSE_S = 5.0
+"""Seconds to wait for threads when a listener closes."""
 
 
 class Deadline:
-    """Time at which one operation, with all its waits, must be over."""
+    """Time at which one operation, with all its waits, must have ended."""
 
     __slots__ = ("_end", "seconds", "silence")
 
@@ -40,27 +40,27 @@ class Deadline:
         self.seconds, self.silence, self._end = seconds, silence, time.monotonic() + seconds
 
     def next_wait(self) -> float:
-        """Seconds that the other end may take for its next sign; TimeoutError if there are none."""
+        """Seconds to wait for the next bytes of the other end. TimeoutError: the time is over."""
         return min(self.remaining(), self.silence)
 
     def remaining(self) -> float:
-        """Seconds until the deadline; TimeoutError if there are none."""
-        left = self._end - time.monotonic()
-        if left <= 0:
+        """Seconds until the deadline. TimeoutError: it has passed."""
+        remaining = self._end - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError(f"not done in {self.seconds:g} s")
-        return left
+        return remaining
 
     def ends_within(self, seconds: float) -> bool:
         """Whether the deadline will have passed in ``seconds``."""
         return time.monotonic() + seconds >= self._end
 
     def shortened(self, seconds: float) -> Deadline:
-        """Deadline that ends with this one, or in ``seconds`` if that is earlier."""
+        """Deadline in ``seconds``, or at the end of this one if that is earlier."""
         return Deadline(min(seconds, self.remaining()), self.silence)
 
 
 def receive(connection: socket.socket, size: int, deadline: Deadline) -> bytes:
-    """Exactly ``size`` bytes; an OSError if they do not come in time."""
+    """Exactly ``size`` bytes. OSError: they have not arrived in time."""
     data = bytearray(size)
     receive_into(connection, memoryview(data), deadline)
     return bytes(data)
@@ -68,34 +68,38 @@ def receive(connection: socket.socket, size: int, deadline: Deadline) -> bytes:
 
 def receive_into(
     connection: socket.socket,
-    room: memoryview,
+    buffer: memoryview,
     deadline: Deadline,
-    notice: Callable[[memoryview], object] = lambda piece: None,
+    process: Callable[[memoryview], object] = lambda piece: None,
 ) -> None:
-    """Fill ``room``, handing each piece to ``notice`` while it is in the cache; an OSError if that
-    takes too long."""
-    while room:
+    """Fill ``buffer``. OSError: that takes too long.
+
+    ``process`` is called with each piece directly after its arrival, while it is in the CPU's
+    cache.
+    """
+    while buffer:
         connection.settimeout(deadline.next_wait())
-        count = connection.recv_into(room[:_PIECE_BYTES])
+        count = connection.recv_into(buffer[:_PIECE_BYTES])
         if not count:
             raise ConnectionError("the peer closed the connection")
-        notice(room[:count])
-        room = room[count:]
+        process(buffer[:count])
+        buffer = buffer[count:]
 
 
 def wait_for_request(connection: socket.socket) -> bool:
-    """However long that takes: whether the peer asks for something; False once it has hung up."""
+    """Wait without a limit. True: the peer has sent a request. False: it has disconnected."""
     connection.settimeout(None)
+    # MSG_PEEK leaves the byte in the socket, for the code that reads the request.
     return bool(connection.recv(1, socket.MSG_PEEK))
 
 
 def prove_token(
     connection: socket.socket, token: bytes, purpose: bytes, deadline: Deadline
 ) -> None:
-    """Show the listening end that we hold ``token``, and have it show the same.
+    """Prove to the listening end that this process holds ``token``, and check its proof.
 
-    ``purpose`` names the listener that is meant. ConnectionError if the other end is another, or
-    has another token.
+    ``purpose``: name of the intended listener. ConnectionError: the other end is another listener,
+    or has another token.
     """
     response = ChallengeResponse(token, purpose)
     answer = response.answer(receive(connection, GREETING_BYTES, deadline))
@@ -109,12 +113,11 @@ def prove_token(
 
 
 class ThreadListener:
-    """Serves each connection in a thread of its own: a slow, broken or hostile peer harms its own
-    connection alone.
+    """Serves each connection in a thread, so that a slow or hostile peer harms only its connection.
 
-    ``serve`` gets those that have proven that they hold ``token``; it returns, or raises an
-    OSError, when the connection is to be closed. Until then they share one thread: strangers make
-    no others, however many come and go.
+    ``serve`` is called with each connection whose peer has proven that it holds ``token``. When it
+    returns or raises OSError, the connection is closed. Peers without proof share one thread, so
+    that they cannot make the process start threads.
     """
 
     def __init__(
@@ -126,25 +129,28 @@ class ThreadListener:
         name: str,
         check: Callable[[socket.socket], None] = lambda _: None,
     ) -> None:
-        """``purpose``: what readers must mean, see `prove_token`; ``check``: OSError for who need
-        not even be asked."""
+        """``purpose``: name that readers must intend, see `prove_token`. ``check`` raises OSError
+        for connections that are refused without authentication."""
         self._listening, self._serve, self._name = listening, serve, name
         self._selector = selectors.DefaultSelector()
         self._lobby = Lobby(listening, token, purpose, self._selector, ACCEPT_SHARE, check)
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
-        self._thread = threading.Thread(target=self._let_in, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._accept_peers, name=name, daemon=True)
         self._thread.start()
 
-    def _let_in(self) -> None:
+    def _accept_peers(self) -> None:
         lobby = self._lobby
         while not self._closing.is_set():
             ready = [key.data for key, _ in self._selector.select(lobby.wait_limit_s())]
             for number in ready:
-                if number is not None and (known := lobby.read_guest(number)):
-                    self._start(known[0])
-            # Who has just proven itself has done so before others come.
+                if number is None:
+                    continue
+                authenticated = lobby.read_guest(number)
+                if authenticated:
+                    self._start(authenticated[0])
+            # After the loop, because a guest whose proof has arrived is not overdue.
             lobby.end_overdue()
             if None in ready and not self._closing.is_set():
                 lobby.accept()
@@ -152,7 +158,9 @@ class ThreadListener:
         self._selector.close()
 
     def _start(self, connection: socket.socket) -> None:
-        self._open = {one: thread for one, thread in self._open.items() if thread.is_alive()}
+        self._open = {
+            socket_: thread for socket_, thread in self._open.items() if thread.is_alive()
+        }
         if len(self._open) >= MAX_CONNECTIONS:
             connection.close()
             return
@@ -163,7 +171,7 @@ class ThreadListener:
         try:
             thread.start()
         except RuntimeError:
-            # No thread is to be had.
+            # "can't start new thread": the user has reached the limit of processes.
             connection.close()
             return
         self._open[connection] = thread
@@ -173,20 +181,22 @@ class ThreadListener:
             with contextlib.suppress(OSError):
                 self._serve(connection)
         finally:
-            # Not while `close` has its number in hand, which the next file could get.
+            # Under the lock: while `close` uses its descriptor, the kernel must not give the number
+            # to another file.
             with self._lock:
                 connection.close()
 
     def close(self) -> None:
-        """Turn everybody away and end the threads."""
+        """End all connections and all threads."""
         self._closing.set()
-        self._hang_up(self._listening)
+        self._shut_down(self._listening)
         self._thread.join(CLOSE_S)
         for connection in self._open:
-            self._hang_up(connection)
+            self._shut_down(connection)
         for thread in self._open.values():
             thread.join(CLOSE_S)
 
-    def _hang_up(self, connection: socket.socket) -> None:
+    def _shut_down(self, connection: socket.socket) -> None:
+        # shutdown(2) wakes a thread that is blocked in recv or accept. close(2) would not.
         with self._lock, contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)

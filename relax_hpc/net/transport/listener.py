@@ -1,7 +1,7 @@
-"""The listening end of the queue: many clients and one thread, which waits for none of them.
+"""Listening end of the queue: many clients and one thread, which waits for no single client.
 
-Whoever connects is in the `lobby` until it has proven itself. Then it is read a bounded number of
-frames a turn, and goes with the first bad one.
+A new connection is in the `lobby` until its peer has authenticated. After that, a bounded number of
+its frames is read in each turn. It is closed at its first invalid frame.
 """
 
 from __future__ import annotations
@@ -14,72 +14,79 @@ from relax_hpc.net.transport.sockets import FrameConnection, endpoint_of
 from relax_hpc.net.transport.wire import BadMessage, Bytes
 
 FRAMES_A_TURN = 64
-"""Frames of one peer that are read in a turn, at most."""
+"""Frames of one peer that are read in one turn, at most."""
 _IN, _OUT = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Listener:
-    """Connections of many clients, told apart by numbers."""
+    """Connections of many clients, each with a number."""
 
     def __init__(
         self, listening: socket.socket, token: bytes, purpose: bytes, share: float = 1.0
     ) -> None:
-        """``purpose``, ``share``: see `Lobby`. ``listening`` is closed with this."""
+        """``purpose``, ``share``: see `Lobby`. `close` also closes ``listening``."""
         self.endpoint = endpoint_of(*listening.getsockname()[:2])
         self._peers: dict[int, FrameConnection] = {}
         self._unsent: set[int] = set()
-        """Peers that have not taken all that they were sent."""
+        """Peers with pending output."""
         self._unread: set[int] = set()
-        """Peers of whom more frames have come than were read in a turn."""
+        """Peers with more frames than one turn reads."""
         self._refused = 0
         self._selector = selectors.DefaultSelector()
         self.lobby = Lobby(listening, token, purpose, self._selector, share)
 
     @property
     def refused(self) -> int:
-        """Connections that were ended for what they sent, or did not prove in time."""
+        """Number of connections that were ended for invalid data or a late proof."""
         return self._refused + self.lobby.refused
 
     def fileno(self) -> int:
-        """Descriptor that is readable when `receive` has something to do, for who waits for others
-        too; what was read and not given yet (`has_more`) does not show there."""
+        """Descriptor that is readable when `receive` has work to do, for an event loop.
+
+        Frames that were received but not returned yet do not make it readable, see `has_more`.
+        """
         return self._selector.fileno()
 
     @property
     def has_more(self) -> bool:
-        """Whether more frames have come than were given in a turn."""
+        """Whether more frames have arrived than one turn returns."""
         return bool(self._unread)
 
     def receive(self, seconds: float) -> list[tuple[int, memoryview]]:
-        """Payloads that have come, by peer, or come within ``seconds``; a new connection ends the
-        wait too."""
-        patience = self.lobby.wait_limit_s(seconds)
-        ready = {
-            key.data: events
-            for key, events in self._selector.select(0.0 if self._unread else patience)
-        }
-        accepts, found = ready.pop(None, 0), []
+        """Payloads with the numbers of their peers, which arrive within ``seconds``.
+
+        A new connection also ends the wait.
+        """
+        # Frames that were received before do not make their sockets readable again.
+        timeout = 0.0 if self._unread else self.lobby.wait_limit_s(seconds)
+        ready = {key.data: events for key, events in self._selector.select(timeout)}
+        has_connections = ready.pop(None, 0)
+        payloads: list[tuple[int, memoryview]] = []
         for number in self._unread - ready.keys():
             ready[number] = 0
         for number, events in ready.items():
             try:
-                found += self._hear(number, events)
+                payloads += self._read(number, events)
             except BadMessage:
                 self.refuse(number)
             except OSError:
                 self._drop(number)
-        # Who has just proven itself has done so before others come and those who have not must go.
+        # Last, because a guest whose proof has arrived in this turn is not overdue.
         self.lobby.end_overdue()
-        if accepts:
+        if has_connections:
             self.lobby.accept()
-        return found
+        return payloads
 
-    def _hear(self, number: int, events: int) -> list[tuple[int, memoryview]]:
-        """Payloads of a peer; of a guest only that it is one. OSError, BadMessage: it is to go."""
+    def _read(self, number: int, events: int) -> list[tuple[int, memoryview]]:
+        """Payloads of a peer; empty for a guest, which can only authenticate.
+
+        OSError, BadMessage: the connection must be ended.
+        """
         if number in self.lobby.guests:
-            if known := self.lobby.read_guest(number):
-                self._peers[number] = FrameConnection(*known, listens=True)
-                self._selector.register(known[0], _IN, number)
+            if authenticated := self.lobby.read_guest(number):
+                connection, key = authenticated
+                self._peers[number] = FrameConnection(connection, key, listens=True)
+                self._selector.register(connection, _IN, number)
             return []
         peer = self._peers[number]
         if events & _OUT:
@@ -87,11 +94,14 @@ class Listener:
         if events & _IN and number not in self._unread:
             peer.receive()
         payloads = peer.payloads(FRAMES_A_TURN)
-        (self._unread.add if peer.has_more else self._unread.discard)(number)
+        if peer.has_more:
+            self._unread.add(number)
+        else:
+            self._unread.discard(number)
         return [(number, payload) for payload in payloads]
 
     def send(self, number: int, payload: Bytes) -> None:
-        """Send to a peer; nothing if it has gone."""
+        """Send ``payload`` to a peer. If the peer has disconnected, nothing happens."""
         peer = self._peers.get(number)
         if peer is None:
             return
@@ -112,22 +122,22 @@ class Listener:
             self._selector.modify(peer.socket, _IN, number)
 
     def refuse(self, number: int) -> None:
-        """End a peer's connection for what it has sent."""
+        """End a peer's connection because of an invalid message."""
         if number in self._peers:
             self._refused += 1
             self._drop(number)
 
     def has_peer(self, number: int) -> bool:
-        """Whether a peer is there still."""
+        """Whether a peer is connected."""
         return number in self._peers
 
     def _drop(self, number: int) -> None:
-        gone = self._peers.pop(number, None)
+        peer = self._peers.pop(number, None)
         self._unsent.discard(number)
         self._unread.discard(number)
-        if gone is not None:
-            self._selector.unregister(gone.socket)
-            gone.socket.close()
+        if peer is not None:
+            self._selector.unregister(peer.socket)
+            peer.socket.close()
 
     def close(self) -> None:
         """End all connections."""
@@ -138,6 +148,6 @@ class Listener:
 
 
 def create_listening_socket(host: str) -> socket.socket:
-    """A socket that listens at ``host``, an address of this node, at a port of its own."""
+    """A socket that listens at ``host``, an address of this node, on a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=WAITING)

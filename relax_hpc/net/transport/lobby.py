@@ -1,9 +1,8 @@
-"""Lobby for peers that have connected and proven nothing yet, at a listening end with one thread
-for all of them.
+"""Lobby: peers of a listening socket that have not authenticated yet, all in one thread.
 
-Anybody who reaches the port can connect. What that may cost is bounded at every turn: so many
-connections are accepted, so many are there that have not proven that they hold the run's token, for
-so long, each of which is read and hashed one answer of fixed length.
+Every user who reaches the port can connect. The lobby bounds the cost: connections accepted in a
+turn, unauthenticated connections, and the seconds of each. From each, one answer of fixed length is
+read and hashed.
 """
 
 from __future__ import annotations
@@ -18,32 +17,37 @@ from relax_hpc.net.rendezvous.open_files import connection_limit
 from relax_hpc.net.transport.proof import ANSWER_BYTES, MAX_UNPROVEN, PROOF_S, Challenge
 
 WAITING = 1024
-"""Length of the queue of connections that have not been accepted yet."""
+"""Length of the kernel's queue of connections that were not accepted yet."""
 ACCEPTED_A_TURN = 16
-"""Connections accepted in a turn, fewer than may be unproven: a peer has some turns to answer,
-however many come."""
+"""Connections accepted in a turn. It is less than MAX_UNPROVEN, so that a peer has several turns to
+answer, also in a flood of connections."""
 _REST_S = 1.0
-"""Seconds between two tries to accept a connection when there is no room for one."""
+"""Seconds between two attempts to accept a connection when no file descriptor is free."""
 _LONGEST_S = 3600.0
-"""Longest wait that selectors take, seconds."""
+"""Longest wait, in seconds. Selectors do not accept infinity."""
 
 
 class Guest:
-    """Peer that has connected, and has proven nothing yet."""
+    """A peer that has connected but not authenticated."""
 
     __slots__ = ("_answer", "_challenge", "socket", "until")
 
-    def __init__(self, made: socket.socket, token: bytes, purpose: bytes) -> None:
-        """Greet a peer. OSError: it has gone already."""
-        made.setblocking(False)
-        self.socket, self._challenge, self._answer = made, Challenge(token, purpose), bytearray()
+    def __init__(self, connection: socket.socket, token: bytes, purpose: bytes) -> None:
+        """Send the greeting. OSError: the peer has disconnected."""
+        connection.setblocking(False)
+        self.socket = connection
+        self._challenge, self._answer = Challenge(token, purpose), bytearray()
         self.until = time.monotonic() + PROOF_S
-        # Whose system does not take even this at once will not answer it.
-        made.send(self._challenge.greeting)
+        # The greeting fits into the empty send buffer. If the kernel does not take it immediately,
+        # the peer is broken.
+        connection.send(self._challenge.greeting)
 
     def receive(self) -> bytes | None:
-        """The connection's key, once the proof has come. OSError: it has gone; ConnectionError:
-        that is no proof."""
+        """Key of the connection, once the proof has arrived; None before.
+
+        OSError: the peer has disconnected. ConnectionError: its proof is wrong.
+        """
+        # Not more than the answer: bytes after it belong to the first frame.
         try:
             data = self.socket.recv(ANSWER_BYTES - len(self._answer))
         except (BlockingIOError, InterruptedError):
@@ -59,9 +63,9 @@ class Guest:
 
 
 class Lobby:
-    """The guests of a listening socket, told apart by numbers.
+    """The guests of a listening socket, each with a number.
 
-    They are registered with ``selector`` by their numbers, the listening socket by None.
+    They are registered with ``selector`` under their numbers, the listening socket under None.
     """
 
     def __init__(
@@ -73,24 +77,32 @@ class Lobby:
         share: float = 1.0,
         check: Callable[[socket.socket], None] = lambda _: None,
     ) -> None:
-        """``purpose``: what guests must mean, see `proof`; ``share``: of the time of this process,
-        if that has other things to do, what accepting may take; ``check``: OSError for who need not
-        even be asked."""
+        """Listen.
+
+        Args:
+            listening: socket, which the lobby closes.
+            token: secret of the run.
+            purpose: name of the listener that guests must intend, see `proof`.
+            selector: of the caller's loop.
+            share: share of this process's time that accepting takes, at most.
+            check: raises OSError for connections that are refused without authentication.
+        """
         self._listening, self._token, self._purpose, self._check = listening, token, purpose, check
         self._selector, self._rests = selector, 1.0 / share - 1.0
         self.refused = 0
-        """Connections that were ended for what they sent, or did not prove in time."""
+        """Number of connections that were ended for a wrong or a late proof."""
         self.guests: dict[int, Guest] = {}
-        """Guests by number, those that came first at first."""
+        """Guests by number, the oldest first."""
         self._limit = connection_limit()
         self._numbers = itertools.count(1)
         self._rests_until = 0.0
         listening.setblocking(False)
+        # The kernel limits the length of the queue to net.core.somaxconn.
         listening.listen(WAITING)
         selector.register(listening, selectors.EVENT_READ)
 
     def wait_limit_s(self, seconds: float = _LONGEST_S) -> float:
-        """Seconds to wait at most, of ``seconds``; a lobby that had to rest accepts again."""
+        """Seconds to wait, at most ``seconds``. After a rest, the lobby accepts again."""
         now = time.monotonic()
         if self._rests_until and now >= self._rests_until:
             self._rests_until = 0.0
@@ -100,15 +112,17 @@ class Lobby:
         return max(0.0, min([now + seconds, *ends]) - now)
 
     def read_guest(self, number: int) -> tuple[socket.socket, bytes] | None:
-        """Connection of a guest and its key, once it has proven itself: it is no guest any more.
-        None before."""
+        """Connection and key of a guest, once it has authenticated; it is then no longer a guest.
+
+        None: it has not authenticated.
+        """
         guest = self.guests[number]
         try:
             key = guest.receive()
         except OSError as error:
-            # The plain one is said of a wrong proof.
+            # ConnectionError itself means a wrong proof. Its subclasses mean a lost connection.
             self.refused += type(error) is ConnectionError
-            self._turn_away(number)
+            self._remove(number)
             return None
         if key is None:
             return None
@@ -117,17 +131,17 @@ class Lobby:
         return guest.socket, key
 
     def accept(self) -> None:
-        """Let some of those in that wait to be accepted."""
+        """Accept up to ACCEPTED_A_TURN connections."""
         began = time.thread_time()
         for _ in range(ACCEPTED_A_TURN):
             try:
-                made, _ = self._listening.accept()
+                connection, _ = self._listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionError):
                 break
             except OSError:
-                # Too many files are open: who wants in waits, and so does this loop.
+                # EMFILE or ENFILE: too many open files. Connections wait in the kernel's queue.
                 return self._rest(_REST_S)
-            self._welcome(made)
+            self._add_guest(connection)
         if self._rests:
             self._rest(self._rests * (time.thread_time() - began))
 
@@ -135,44 +149,48 @@ class Lobby:
         self._selector.unregister(self._listening)
         self._rests_until = time.monotonic() + seconds
 
-    def _welcome(self, made: socket.socket) -> None:
-        """Let ``made`` prove itself, in the place of the oldest that has not if there is no room.
+    def _add_guest(self, connection: socket.socket) -> None:
+        """Make the peer a guest. If there are too many guests, the oldest one is removed.
 
-        Where files are few the oldest makes room for the next that comes: this one has a file that
-        is to be left.
+        If file descriptors are scarce, the new connection is closed too, because its descriptor is
+        reserved.
         """
-        crowded = made.fileno() >= self._limit
-        if self.guests and (crowded or len(self.guests) >= MAX_UNPROVEN):
-            self._turn_away(next(iter(self.guests)))
-        if crowded:
-            made.close()
+        is_reserved = connection.fileno() >= self._limit
+        if self.guests and (is_reserved or len(self.guests) >= MAX_UNPROVEN):
+            self._remove(next(iter(self.guests)))
+        if is_reserved:
+            connection.close()
             return
         try:
-            self._check(made)
-            guest = Guest(made, self._token, self._purpose)
+            self._check(connection)
+            guest = Guest(connection, self._token, self._purpose)
         except OSError:
-            made.close()
+            connection.close()
             return
         number = next(self._numbers)
         self.guests[number] = guest
-        self._selector.register(made, selectors.EVENT_READ, number)
+        self._selector.register(connection, selectors.EVENT_READ, number)
 
     def end_overdue(self) -> None:
-        """Turn away guests that have not proven themselves in time."""
+        """Remove guests that have not authenticated in time."""
         now = time.monotonic()
-        while self.guests and (first := next(iter(self.guests.items())))[1].until <= now:
+        while self.guests:
+            # All guests have the same time limit, so the oldest one is the first that is overdue.
+            number, guest = next(iter(self.guests.items()))
+            if guest.until > now:
+                return
             self.refused += 1
-            self._turn_away(first[0])
+            self._remove(number)
 
-    def _turn_away(self, number: int) -> None:
-        gone = self.guests.pop(number)
-        self._selector.unregister(gone.socket)
-        gone.socket.close()
+    def _remove(self, number: int) -> None:
+        guest = self.guests.pop(number)
+        self._selector.unregister(guest.socket)
+        guest.socket.close()
 
     def close(self) -> None:
-        """End all that are here, and listen no more."""
+        """End all connections of guests, and stop listening."""
         for number in list(self.guests):
-            self._turn_away(number)
+            self._remove(number)
         if not self._rests_until:
             self._selector.unregister(self._listening)
         self._listening.close()

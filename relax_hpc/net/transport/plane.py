@@ -1,7 +1,7 @@
-"""Planes: ways for the bytes of a shard from the process that made it to one that needs it.
+"""Planes: transports for the bytes of a record, from the process that made it to its readers.
 
-The maker publishes a record once, on every plane that it offers; the reader takes the best plane
-that both sides have. Bytes are the maker's until it retires them, and never change before that.
+The maker publishes a record on every plane that it offers. A reader uses the best plane that both
+have. The maker owns the bytes until it retires the record, and does not change them before.
 """
 
 from __future__ import annotations
@@ -10,44 +10,43 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 Descriptor = dict[str, Any]
-"""Address of a record on one plane for its readers; msgpack-able, small, and the same for every
-reader."""
+"""Address of a record on one plane. It is small, the same for every reader, and msgpack can encode
+it."""
 
 
 class PlaneError(OSError):
-    """A record cannot be had on this plane now; the message names the plane, the record and the
-    peer."""
+    """A record cannot be read on this plane now. The message names plane, record and peer."""
 
 
 class Plane(ABC):
-    """One way. Any thread may call; nothing waits without a deadline."""
+    """One transport. Its methods are thread-safe, and every wait has a deadline."""
 
     name: str
 
     @abstractmethod
     def publish(self, name: str, record: memoryview) -> Descriptor:
-        """Make ``record`` readable by others; it must stay as it is until `retire`."""
+        """Make ``record`` readable for other processes. It must not change until `retire`."""
 
     @abstractmethod
     def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
-        """The record's bytes, read-only, as a mapping or a copy. PlaneError if that takes longer,
-        or cannot be."""
+        """The record's bytes, read-only, as a mapping or a copy. PlaneError: they are not
+        available, or reading takes longer than ``timeout_s``."""
 
     def is_still_offered(self, descriptor: Descriptor) -> bool:
-        """Whether what `read` gave, if it is the maker's own memory, was not retired since. Copies
-        do not change."""
+        """Whether the record was not retired since `read`, if `read` returned the maker's memory.
+
+        For copies, which do not change, it is always true.
+        """
         return True
 
     def path(self, descriptor: Descriptor) -> str:
-        """Way by which the bytes of ``descriptor`` come, for logs and tables; the plane's name if
-        there is only one."""
+        """Path of the bytes of ``descriptor``, for logs and tables. Default: the plane's name."""
         return self.name
 
     @abstractmethod
     def retire(self, name: str) -> None:
-        """Offer a record no more; an unknown one is fine. Readers keep what they have already
-        read."""
+        """Stop offering a record; an unknown one is ignored. Copies of readers stay valid."""
 
     @abstractmethod
     def close(self) -> None:
-        """End every thread and free every resource; what was published is gone."""
+        """End all threads and free all resources. Published records are no longer readable."""

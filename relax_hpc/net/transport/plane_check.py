@@ -1,13 +1,13 @@
-"""Tries every plane between every two processes once, before the run needs them.
+"""Check of every plane between every two processes, before the run needs them.
 
-Each process makes an offer, all offers reach all processes (by whatever brings them there), and
-each process tries those of the others::
+Each process makes an offer. All offers are sent to all processes, by any means. Each process then
+reads the records of the other offers::
 
     offer = make_offer("rollout/0", planes, absent={"rdma": "there is no package nixl-cu12"})
     offers = world.allgather(offer)
     trials = try_offers("rollout/0", planes, offers, timeout_s=5.0)
-    print(table(trials))                     # of one process, or of all of them together
-    withdraw("rollout/0", planes)
+    print(format_trials(trials))             # of one process, or of all processes together
+    withdraw_offer("rollout/0", planes)
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from typing import Any
 from relax_hpc.net.transport.plane import Descriptor, Plane, PlaneError
 
 PREFERENCE = ("shm", "rdma", "tcp", "file")
-"""Planes, best first."""
+"""Planes, the best first."""
 TRIAL_BYTES = 64 << 10
 _GRACE_S = 1.0
-"""Seconds beyond its deadline for a plane that does not keep it."""
+"""Seconds that a trial waits beyond the deadline of its plane, in case the plane hangs."""
 
 Offer = dict[str, Any]
-"""`process`; `planes`: descriptor by plane; `absent`: by plane why it is not offered.
-Msgpack-able."""
+"""{process, planes: descriptor by plane, absent: reason by plane that is not offered, bytes}.
+msgpack can encode it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneTrial:
-    """Result of one plane from `maker` to `reader`: `path` is how the bytes come, `why` why they do
-    not."""
+    """Result of reading on one plane from `maker` to `reader`.
+
+    `path`: path of the bytes, see `Plane.path`. `why`: reason of a failure.
+    """
 
     reader: str
     maker: str
@@ -52,21 +54,22 @@ def make_offer(
     absent: Mapping[str, str] | None = None,
     size: int = TRIAL_BYTES,
 ) -> Offer:
-    """Publish a record of ``size`` bytes on each of ``planes``; ``absent`` says why others are not
-    among them."""
+    """Publish a record of ``size`` bytes on each of ``planes``.
+
+    ``absent``: reasons why other planes are not available.
+    """
     offer: Offer = {"process": process, "planes": {}, "absent": dict(absent or {}), "bytes": size}
     for name, plane in planes.items():
+        record = memoryview(_record(process, size))
         try:
-            offer["planes"][name] = plane.publish(
-                _record_name(process), memoryview(_record(process, size))
-            )
+            offer["planes"][name] = plane.publish(_record_name(process), record)
         except PlaneError as error:
             offer["absent"][name] = str(error)
     return offer
 
 
 def withdraw_offer(process: str, planes: Mapping[str, Plane]) -> None:
-    """Retire what `make_offer` published, once all have tried it."""
+    """Retire the records of `make_offer`, after all processes have read them."""
     for plane in planes.values():
         plane.retire(_record_name(process))
 
@@ -78,8 +81,11 @@ def try_offers(
     timeout_s: float,
     absent: Mapping[str, str] | None = None,
 ) -> list[PlaneTrial]:
-    """One trial for each plane of each other process, or that this one has: ``timeout_s`` for each,
-    and no longer."""
+    """One trial for each other process and each plane that one of the two has.
+
+    A trial takes at most ``timeout_s``. ``absent``: planes that this process does not have, with
+    reasons.
+    """
     trials = []
     for offer in offers:
         if offer["process"] == process:
@@ -99,48 +105,41 @@ def _try(
 ) -> PlaneTrial:
     maker, descriptor = offer["process"], offer["planes"].get(name)
     if descriptor is None:
-        return PlaneTrial(
-            process,
-            maker,
-            name,
-            False,
-            0.0,
-            why=f"{maker}: {offer['absent'].get(name, 'not offered')}",
-        )
+        reason = f"{maker}: {offer['absent'].get(name, 'not offered')}"
+        return PlaneTrial(process, maker, name, False, 0.0, why=reason)
     if plane is None:
-        return PlaneTrial(
-            process, maker, name, False, 0.0, why=f"{process}: {absent.get(name, 'not here')}"
-        )
+        reason = f"{process}: {absent.get(name, 'not here')}"
+        return PlaneTrial(process, maker, name, False, 0.0, why=reason)
     start = time.monotonic()
-    path, why = _within(timeout_s + _GRACE_S, lambda: _read(plane, descriptor, offer, timeout_s))
-    return PlaneTrial(process, maker, name, not why, time.monotonic() - start, path, why)
+    path, reason = _within(timeout_s + _GRACE_S, lambda: _read(plane, descriptor, offer, timeout_s))
+    return PlaneTrial(process, maker, name, not reason, time.monotonic() - start, path, reason)
 
 
 def _read(plane: Plane, descriptor: Descriptor, offer: Offer, timeout_s: float) -> tuple[str, str]:
-    """Way by which the record comes, and what is wrong with that."""
+    """Path of the record, and the reason why it could not be read; empty: it was read."""
     path = ""
     try:
         path = plane.path(descriptor)
-        right = plane.read(descriptor, timeout_s) == _record(offer["process"], offer["bytes"])
-    # Whatever it is, it goes to the table, and the other planes are tried.
-    except Exception as error:
+        is_equal = plane.read(descriptor, timeout_s) == _record(offer["process"], offer["bytes"])
+    except Exception as error:  # of any kind: the table shows it, and the other planes are tried
         return path, str(error) or type(error).__name__
-    return path, "" if right else "other bytes came than were published"
+    return path, "" if is_equal else "other bytes came than were published"
 
 
 def _within(seconds: float, work: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """Result of ``work`` in a thread, which is left behind if it takes longer."""
-    found: list[tuple[str, str]] = []
+    """Result of ``work`` in a daemon thread, which is abandoned after ``seconds``."""
+    # A read on a broken plane can hang in native code, which nothing interrupts.
+    results: list[tuple[str, str]] = []
     thread = threading.Thread(
-        target=lambda: found.append(work()), name="plane-preflight", daemon=True
+        target=lambda: results.append(work()), name="plane-preflight", daemon=True
     )
     thread.start()
     thread.join(seconds)
-    return found[0] if found else ("", f"hangs: no answer and no error in {seconds:g} s")
+    return results[0] if results else ("", f"hangs: no answer and no error in {seconds:g} s")
 
 
 def choose_planes(trials: Iterable[PlaneTrial]) -> dict[tuple[str, str], str]:
-    """The plane to use by (reader, maker): the first of PREFERENCE that works, "" if none does."""
+    """Plane to use by (reader, maker): the first of PREFERENCE that works. Empty: none works."""
     working: dict[tuple[str, str], set[str]] = {}
     for trial in trials:
         names = working.setdefault((trial.reader, trial.maker), set())
@@ -150,7 +149,7 @@ def choose_planes(trials: Iterable[PlaneTrial]) -> dict[tuple[str, str], str]:
 
 
 def describe_missing(trials: Iterable[PlaneTrial], required: Iterable[str]) -> list[str]:
-    """A line for each trial that failed although its plane is among ``required``."""
+    """A line for each failed trial of a plane in ``required``."""
     wanted = set(required)
     return [
         f"plane {trial.plane} is required, but {trial.reader} cannot read {trial.maker} by it: "
@@ -161,7 +160,7 @@ def describe_missing(trials: Iterable[PlaneTrial], required: Iterable[str]) -> l
 
 
 def format_trials(trials: Sequence[PlaneTrial]) -> str:
-    """The trials as text, one a line; the plane to use of a pair has a star."""
+    """The trials as a table. The plane to use of each pair has a star."""
     chosen = choose_planes(trials)
     lines = [("reader", "maker", "plane", "", "seconds", "path", "why not")]
     for trial in trials:
@@ -189,6 +188,6 @@ def _record_name(process: str) -> str:
 
 
 def _record(process: str, size: int) -> bytes:
-    """Record of bytes that no other process offers."""
+    """Bytes that only this process offers."""
     seed = blake2b(process.encode()).digest()
     return (seed * (size // len(seed) + 1))[:size]

@@ -1,10 +1,4 @@
-"""NIXL, loaded so that its process can exit, and one agent of it: registered memory, peers, and
-reads from them.
-
-The package is optional. Its wheel crashes at exit where UCX has loaded the module for EFA cards,
-which UCX_MODULES leaves out; whoever sets that variable to anything else should leave such a
-process by `os._exit`, with its files flushed.
-"""
+"""NIXL, an optional package, and one NIXL agent: registered memory, peers, and reads from them."""
 
 from __future__ import annotations
 
@@ -16,30 +10,37 @@ import time
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from relax_hpc.net.transport.links import Deadline
 
+# Wheels for CUDA 12, for CUDA 13, and builds from source have different module names. Reads between
+# hosts do not use CUDA, so any of them works.
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
+# UCX_MODULES: the wheel of NIXL 1.5.1 crashes at the exit of its process (signal 11, in a
+# destructor of its libnl) if UCX has loaded the module for EFA cards. This list leaves that module
+# out. If a site sets the variable differently, its processes must end by os._exit after flushing
+# their files.
 _ENVIRONMENT = {
     "UCX_MODULES": "cma,ib,ib_mlx5",
     "UCX_LOG_LEVEL": "fatal",
     "NIXL_LOG_LEVEL": "FATAL",
 }
-"""Variables for the libraries where they are not set. What goes wrong is raised; it need not be
-printed too."""
+"""Default values of variables for the libraries. Errors are raised as exceptions, so they need not
+be printed as well."""
 _SPIN_S = 3e-4
 _PAUSE_GROWS_S = 1e-6
 _LONGEST_PAUSE_S = 1e-3
-"""Seconds between two looks at a transfer, at most. It begins by spinning: most are over soon, and
-no sleep is shorter than 50 us."""
+"""Seconds between two checks of a transfer, at most. The first checks follow without a pause,
+because most transfers end soon and a sleep takes at least 50 microseconds."""
 
 
 def why_not_installed() -> str:
-    """Instruction to install NIXL; empty if it is here. Nothing is loaded."""
+    """How to install NIXL; empty: it is installed. Nothing is loaded."""
     return "" if _package() else "there is no package nixl-cu12; pip install --no-deps nixl-cu12"
 
 
@@ -48,17 +49,19 @@ def _package() -> str | None:
 
 
 def knows_all_cards() -> bool:
-    """Whether NIXL takes the system's drivers. Its wheel has a libibverbs of its own, which finds
-    only its own."""
+    """Whether NIXL uses the system's drivers of network cards."""
     package = _package()
-    if package is None:
+    spec = find_spec(package) if package else None
+    if spec is None or spec.origin is None:
         return False
-    own = Path(find_spec(package).origin).parent.with_name(f"{package}.libs").glob("libibverbs*")
-    return all(path.is_symlink() for path in own)
+    # The libibverbs in the wheel of NIXL 1.5.1 finds only the drivers in the wheel. Sites replace
+    # it by a link to the system's library.
+    libraries = Path(spec.origin).parent.with_name(f"{package}.libs").glob("libibverbs*")
+    return all(path.is_symlink() for path in libraries)
 
 
 def _load() -> Any:
-    """Module with NIXL's classes; ImportError if there is none."""
+    """Module with NIXL's classes. ImportError: NIXL is not installed."""
     package = _package()
     if package is None:
         raise ImportError(why_not_installed())
@@ -67,19 +70,21 @@ def _load() -> Any:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Set our variables while the libraries read them, which they do once: processes started later
-    do without."""
-    ours = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
-    os.environ.update(ours)
+    """Set the variables while the libraries load, which is when they read them.
+
+    Child processes of later do not inherit the variables.
+    """
+    added = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name in ours:
+        for name in added:
             os.environ.pop(name, None)
 
 
 def check_nixl() -> tuple[bool, str]:
-    """Whether NIXL can be used in this process, and if not, why."""
+    """Whether NIXL can be used in this process, and the reason if not."""
     try:
         with _environment():
             _load()
@@ -89,19 +94,18 @@ def check_nixl() -> tuple[bool, str]:
 
 
 def address_of(memory: memoryview) -> int:
-    """Address at which ``memory`` begins in this process."""
+    """Address of ``memory`` in this process."""
     return np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
 
 
 class NixlAgent:
-    """One NIXL agent, used by one thread at a time, without NIXL's own thread, which would keep a
-    core busy.
+    """One NIXL agent, which one thread uses at a time. Any exception: NIXL cannot start.
 
-    Its name is never used again, by this process or another. An exception of any kind if NIXL
-    cannot start.
+    It runs without NIXL's progress thread, which would keep a core busy.
     """
 
     def __init__(self, owner: str) -> None:
+        # A name is never used twice: NIXL 1.5.1 refuses metadata of an agent whose name is loaded.
         self.name = f"{owner}-{secrets.token_hex(8)}"
         with _environment():
             nixl = _load()
@@ -112,11 +116,11 @@ class NixlAgent:
         self._memory: dict[int, np.ndarray] = {}
         """Registered memory, by the number of its memfd."""
         self._peers: dict[str, set[bytes]] = {}
-        """Metadata that is loaded, by the name of the agent."""
+        """Loaded metadata, by the name of the agent."""
 
     @contextlib.contextmanager
     def lock(self, deadline: Deadline) -> Iterator[Any]:
-        """NIXL's own agent, for this thread alone. TimeoutError if others hold it for too long."""
+        """NIXL's agent, for exclusive use. TimeoutError: other threads use it for too long."""
         if not self._lock.acquire(timeout=deadline.remaining()):
             raise TimeoutError(f"other reads took all of {deadline.seconds:g} s")
         try:
@@ -125,75 +129,73 @@ class NixlAgent:
             self._lock.release()
 
     def register(self, number: int, memory: memoryview, deadline: Deadline) -> None:
-        """Have the whole mapping in which ``memory`` lies, of memfd ``number``, ready for transfers
-        from now on."""
+        """Register the whole mapping of memfd ``number``, which contains ``memory``."""
         if number in self._memory:
             return
         with self.lock(deadline) as nixl:
             if number not in self._memory:
-                whole = np.frombuffer(memory.obj, np.uint8)
+                # `memory.obj` is the mmap of the memfd, see `slab.Memfd`.
+                whole = np.frombuffer(cast(mmap, memory.obj), np.uint8)
                 nixl.register_memory([_span(whole)], "DRAM")
                 self._memory[number] = whole
 
     def metadata(self, numbers: Iterable[int], deadline: Deadline) -> bytes:
-        """Metadata by which a reader reaches this agent and the memfds ``numbers`` in it; about 450
-        bytes."""
+        """Metadata by which a reader reaches the memfds ``numbers`` of this agent, 450 bytes."""
         with self.lock(deadline) as nixl:
             spans = nixl.get_reg_descs([_span(self._memory[number]) for number in numbers], "DRAM")
             return nixl.get_partial_agent_metadata(spans, True, ["UCX"])
 
     def add_peer(self, name: str, metadata: bytes, deadline: Deadline) -> None:
-        """Make ``metadata`` of agent ``name`` known, unless it is; ValueError if it is another
-        agent's."""
+        """Load ``metadata`` of agent ``name``. ValueError: they are of another agent."""
         if metadata in self._peers.get(name, ()):
             return
         with self.lock(deadline) as nixl:
-            found = nixl.add_remote_agent(metadata).decode()
-            if found != name:
-                nixl.remove_remote_agent(found)
-                self._peers.pop(found, None)
-                raise ValueError(f"the metadata are of agent {found}")
+            loaded = nixl.add_remote_agent(metadata).decode()
+            if loaded != name:
+                nixl.remove_remote_agent(loaded)
+                self._peers.pop(loaded, None)
+                raise ValueError(f"the metadata are of agent {loaded}")
             self._peers.setdefault(name, set()).add(metadata)
 
     def remove_peer(self, name: str) -> None:
-        """Forget agent ``name``. What is under way from it may still land."""
+        """Unload the metadata of agent ``name``. Open transfers from it may still write."""
         with self._lock:
             if self._peers.pop(name, None) is not None:
                 with contextlib.suppress(Exception):
                     self._nixl.remove_remote_agent(name)
 
     def serve_readers(self, deadline: Deadline) -> None:
-        """Let others connect, and serve what their cards cannot take by themselves."""
-        # A reader that went away is no concern of the others.
+        """Let readers connect, and serve emulated reads."""
+        # An error of one reader, which has ended, must not affect the others.
         with self.lock(deadline) as nixl, contextlib.suppress(Exception):
             nixl.get_new_notifs()
 
     def close(self) -> None:
-        """End all connections: nothing lands from now on. Transfers must be let go of before."""
+        """End all connections, so that no transfer writes any more. Release transfers before."""
         with self._lock:
             del self._nixl
             self._memory.clear()
 
 
 class Transfer:
-    """Reads, one after the other. While `is_open` the destination of the last one may be written at
-    any time."""
+    """Consecutive reads. While `is_open`, the last one may write to its destination at any time."""
 
     def __init__(self, agent: NixlAgent) -> None:
-        self._agent, self._handle = agent, None
+        self._agent = agent
+        self._handle: Any = None
 
     @property
     def is_open(self) -> bool:
         return self._handle is not None
 
-    def run(self, name: str, theirs: int, mine: int, size: int, deadline: Deadline) -> None:
-        """Copy ``size`` bytes from address ``theirs`` in agent ``name`` to address ``mine`` here.
+    def run(self, name: str, source: int, target: int, size: int, deadline: Deadline) -> None:
+        """Copy ``size`` bytes from address ``source`` of agent ``name`` to address ``target``.
 
-        TimeoutError if it takes too long, ConnectionError or one of NIXL's own if it fails.
+        TimeoutError: it takes too long. ConnectionError or an exception of NIXL: it has failed.
         """
         with self._agent.lock(deadline) as nixl:
             spans = [
-                nixl.get_xfer_descs([(address, size, 0)], "DRAM") for address in (mine, theirs)
+                nixl.get_xfer_descs([(address, size, 0)], "DRAM") for address in (target, source)
             ]
             self._handle = nixl.initialize_xfer("READ", *spans, name)
             state = nixl.transfer(self._handle)
@@ -216,9 +218,9 @@ class Transfer:
             raise ConnectionError(f"the transfer ended as {state}")
 
     def release(self) -> None:
-        """Free what NIXL keeps for it, its agent among that."""
+        """Free the memory that NIXL keeps for the transfer, which includes its agent."""
         self._handle = None
 
 
 def _span(whole: np.ndarray) -> tuple[int, int, int, str]:
-    return address_of(memoryview(whole)), whole.nbytes, 0, ""
+    return address_of(whole.data), whole.nbytes, 0, ""

@@ -1,5 +1,4 @@
-"""Offers of a process on the plane `rdma`: registered memory, a board of what is still there, and
-descriptors."""
+"""Records that a process offers on plane `rdma`: registered memory, a board, and descriptors."""
 
 from __future__ import annotations
 
@@ -22,18 +21,20 @@ from relax_hpc.net.transport.slab import Memfd, Slab, SlabPool
 MAX_RECORDS = 1 << 16
 """Records that one process can offer at a time."""
 _BOARD = 0
-"""Number of the board, where memfds of the pool begin at 1."""
+"""Number of the memfd of the board. Memfds of the pool have numbers from 1 on."""
 WORD_BYTES = 8
-"""Bytes of a place on the board."""
+"""Bytes of a slot of the board."""
 _PROOF_BYTES = 16
 _PUBLISH_S = 10.0
 
 
 @dataclass(slots=True)
 class RdmaAddress:
-    """A descriptor: `size` bytes at `address` of NIXL agent `agent`, which is of process `peer`;
-    they are there as long as the 8 bytes at address `slot` are `serial`. `card` says where the
-    process is."""
+    """Descriptor of a record: `size` bytes at `address` of NIXL agent `agent` in process `peer`.
+
+    The record is offered as long as the 8 bytes at address `slot` are `serial`. `card` has the
+    facts of the process, see `route_facts`.
+    """
 
     name: str
     size: int
@@ -46,21 +47,23 @@ class RdmaAddress:
     serial: int
 
     def descriptor(self, token: bytes) -> Descriptor:
-        """Descriptor with a proof that a holder of ``token`` has made it: NIXL crashes on changed
-        metadata."""
-        found = {field: getattr(self, field) for field in self.__slots__}
-        return found | {"proof": _proof(found, token)}
+        """Descriptor with a proof that it comes from a holder of ``token``."""
+        # NIXL 1.5.1 crashes if metadata were changed, so they are authenticated before it reads
+        # them.
+        fields = {field: getattr(self, field) for field in self.__slots__}
+        return fields | {"proof": _proof(fields, token)}
 
     @classmethod
     def from_descriptor(cls, descriptor: Descriptor, token: bytes) -> RdmaAddress:
-        """ValueError or TypeError if it is none, or was not made by a holder of ``token``."""
-        found = dict(descriptor)
-        proof = found.pop("proof", None)
-        if not isinstance(proof, bytes) or not hmac.compare_digest(proof, _proof(found, token)):
+        """Raises ValueError or TypeError for a descriptor that is invalid, or that does not come
+        from a holder of ``token``."""
+        fields = dict(descriptor)
+        proof = fields.pop("proof", None)
+        if not isinstance(proof, bytes) or not hmac.compare_digest(proof, _proof(fields, token)):
             raise ValueError(
                 "the descriptor was not made with the token of this run, or was changed"
             )
-        return cls(**found)
+        return cls(**fields)
 
 
 def _proof(fields: Descriptor, token: bytes) -> bytes:
@@ -68,11 +71,10 @@ def _proof(fields: Descriptor, token: bytes) -> bytes:
 
 
 class RdmaSource:
-    """The records that this process offers, and a thread that looks now and then for readers who
-    connect.
+    """Records that this process offers, and a thread that lets readers connect.
 
-    A record's word on the board is cleared at `retire`, before the memory is used again: a reader
-    that finds the record's serial number there after reading has read what was published.
+    `retire` clears a record's slot of the board before the memory is used again. A reader reads the
+    slot after the record. If the slot has the record's serial number, the record was valid.
     """
 
     def __init__(self, token: bytes, owner: str, pool: SlabPool, poll_s: float) -> None:
@@ -92,25 +94,32 @@ class RdmaSource:
         self._thread.start()
 
     def _poll(self) -> None:
+        # NIXL's own progress thread would keep a core busy (1.5.1). Without any polling, readers
+        # cannot connect.
         while not self._ending.wait(self._poll_s):
             with contextlib.suppress(TimeoutError):
                 self._agent.serve_readers(Deadline(_PUBLISH_S))
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
-        """Offer ``record``, copied unless it lies in a slab of the pool; PlaneError, or one of
-        NIXL's, if it cannot."""
-        found, copy = self._pool.locate(record), None
-        if found is None:
+        """Offer ``record``. It is copied unless it is in a slab of the pool.
+
+        PlaneError or an exception of NIXL: it cannot be offered.
+        """
+        copy: Slab | None = None
+        location = self._pool.locate(record)
+        if location is None:
             copy = self._pool.take(len(record))
             copy.memory[: len(record)] = record
-        memory, number = (record, found[0]) if found else (copy.memory, copy.number)
+            memory, number = copy.memory, copy.number
+        else:
+            memory, number = record, location[0]
         try:
             metadata = self._register(number, memory)
             slot, serial = self._post(name, copy)
         except BaseException:
             self._give_back(copy)
             raise
-        place = RdmaAddress(
+        address = RdmaAddress(
             name=name,
             size=len(record),
             peer=self._owner,
@@ -121,15 +130,16 @@ class RdmaSource:
             slot=self._board.address + WORD_BYTES * slot,
             serial=serial,
         )
-        return place.descriptor(self._token)
+        return address.descriptor(self._token)
 
     def _register(self, number: int, memory: memoryview) -> bytes:
-        found = self._metadata.get(number)
-        if found is None:
+        """Register memfd ``number``. Returns the metadata for its readers."""
+        metadata = self._metadata.get(number)
+        if metadata is None:
             deadline = Deadline(_PUBLISH_S)
             self._agent.register(number, memory, deadline)
-            found = self._metadata[number] = self._agent.metadata([_BOARD, number], deadline)
-        return found
+            metadata = self._metadata[number] = self._agent.metadata([_BOARD, number], deadline)
+        return metadata
 
     def _post(self, name: str, copy: Slab | None) -> tuple[int, int]:
         with self._lock:
@@ -146,7 +156,7 @@ class RdmaSource:
             return slot, self._serial
 
     def retire(self, name: str) -> None:
-        """Stop offering a record; an unknown one is fine."""
+        """Stop offering a record. An unknown one is ignored."""
         with self._lock:
             slot, copy = self._records.pop(name, (None, None))
             if slot is not None:
@@ -159,7 +169,7 @@ class RdmaSource:
             self._pool.give_back(copy)
 
     def close(self) -> None:
-        """Offer nothing, end the thread, free the memory."""
+        """Stop offering records, end the thread, and free the memory."""
         self._ending.set()
         self._thread.join(CLOSE_S)
         for name in list(self._records):

@@ -1,5 +1,4 @@
-"""The plane within a node: readers map the memory in which a record was written, and nothing is
-copied."""
+"""Plane within a node: readers map the memory in which a record was written. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -29,24 +28,30 @@ from relax_hpc.net.transport.slab import Memfd, Slab, SlabPool, map_read_only
 MAX_RECORDS = 1 << 16
 """Records that one process can offer at a time."""
 _BOARD = 0
-"""Number of the board, where memfds of the pool begin at 1."""
+"""Number of the memfd of the board. Memfds of the pool have numbers from 1 on."""
 _ANSWER_S = 5.0
 _PAUSE_S = 0.01
 _REQUEST = struct.Struct("<Q")
-_HERE, _UNKNOWN = b"+", b"-"
+_FOUND, _UNKNOWN = b"+", b"-"
 
 
 def node_identity() -> str:
-    """Equal in two processes if an abstract socket of one can be reached by the other: one kernel,
-    one network namespace. Containers may have another."""
+    """Boot and network namespace of this process.
+
+    A process can connect to an abstract unix socket of another one only if both are equal. A
+    container may have its own network namespace.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
 
 
 @dataclass(slots=True)
-class _Place:
-    """A descriptor: `size` bytes from `at` on in memfd `memfd` of the maker at `socket`; they are
-    there as long as the board says `serial` in `slot`."""
+class _RecordAddress:
+    """Descriptor of a record: `size` bytes at offset `at` of memfd `memfd` of the maker at
+    `socket`.
+
+    The record is offered as long as `slot` of the board has the number `serial`.
+    """
 
     name: str
     node: str
@@ -58,25 +63,24 @@ class _Place:
     serial: int
 
     @classmethod
-    def from_descriptor(cls, descriptor: Descriptor) -> _Place:
-        """ValueError or TypeError if it is none. What is not looked at here fails where it is
-        used."""
-        place = cls(**descriptor)
-        if min(place.memfd, place.at, place.size, place.slot, place.serial - 1) < 0:
+    def from_descriptor(cls, descriptor: Descriptor) -> _RecordAddress:
+        """Raises ValueError or TypeError for an invalid descriptor. Other fields fail at their
+        use."""
+        address = cls(**descriptor)
+        if min(address.memfd, address.at, address.size, address.slot, address.serial - 1) < 0:
             raise ValueError(f"a number that is none of this plane's in {descriptor}")
-        return place
+        return address
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
     slot: int
     copy: Slab | None
-    """Memory that the plane itself took from the pool for it; None: the record lay in the pool."""
+    """Slab with a copy that the plane has made. None: the record is in the memory of the pool."""
 
 
 class _Board:
-    """Says which records are offered: a serial number a slot, in memory that the readers have
-    mapped."""
+    """Shows which records are offered: a serial number in each slot, in memory that readers map."""
 
     def __init__(self) -> None:
         self.memfd = Memfd("relax-board", 8 * MAX_RECORDS)
@@ -86,7 +90,7 @@ class _Board:
         self._serials = itertools.count(1)
 
     def post(self) -> tuple[int, int]:
-        """Slot and serial number of one more record."""
+        """Slot and serial number of a new record."""
         slot = self._free.pop() if self._free else next(self._unused, None)
         if slot is None:
             raise PlaneError(
@@ -106,42 +110,43 @@ class _Board:
 
 
 class _Maker(PeerLink):
-    """A process that offers records, another or this one: what was mapped of its memory so far."""
+    """Connection to a process that offers records, and the mappings of its memory."""
 
     def __init__(self, address: str, token: bytes) -> None:
         super().__init__(lambda deadline: _connect(address, token, deadline))
         self._mapped: dict[int, memoryview] = {}
 
-    def view(self, place: _Place, deadline: Deadline) -> memoryview:
-        """The record at ``place``; an OSError if there is none."""
+    def view(self, address: _RecordAddress, deadline: Deadline) -> memoryview:
+        """The record at ``address``. OSError: it is not offered."""
         board = self._memory(_BOARD, deadline).cast("Q")
-        if place.slot >= len(board) or board[place.slot] != place.serial:
+        if address.slot >= len(board) or board[address.slot] != address.serial:
             raise PlaneError("its maker has retired it")
-        memory = self._memory(place.memfd, deadline)
-        if place.at + place.size > len(memory):
+        memory = self._memory(address.memfd, deadline)
+        end = address.at + address.size
+        if end > len(memory):
             raise PlaneError(
-                f"{place.size} bytes at {place.at} do not lie in a memfd of {len(memory)}"
+                f"{address.size} bytes at {address.at} do not lie in a memfd of {len(memory)}"
             )
-        return memory[place.at : place.at + place.size]
+        return memory[address.at : end]
 
     def _memory(self, number: int, deadline: Deadline) -> memoryview:
-        found = self._mapped.get(number)
-        if found is None:
+        memory = self._mapped.get(number)
+        if memory is None:
             with self.use(deadline) as connection:
-                fd = _ask(connection, number, deadline)
+                fd = _request_memfd(connection, number, deadline)
             if fd is None:
                 raise PlaneError(f"its maker has no memfd {number}")
             try:
-                found = self._mapped[number] = map_read_only(fd)
+                memory = self._mapped[number] = map_read_only(fd)
             finally:
                 os.close(fd)
-        return found
+        return memory
 
 
 def _connect(address: str, token: bytes, deadline: Deadline) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _knock(connection, address, deadline)
+        _connect_patiently(connection, address, deadline)
         _check_user(connection)
         prove_token(connection, token, address.encode(), deadline)
     except BaseException:
@@ -150,10 +155,11 @@ def _connect(address: str, token: bytes, deadline: Deadline) -> socket.socket:
     return connection
 
 
-def _knock(connection: socket.socket, address: str, deadline: Deadline) -> None:
-    """Connect; where strangers fill the line of those who wait to be accepted, again and again."""
+def _connect_patiently(connection: socket.socket, address: str, deadline: Deadline) -> None:
+    """Connect. While the listener's queue of connections is full, try again."""
     while True:
         connection.settimeout(deadline.remaining())
+        # If the queue is full, connect(2) on a unix socket with a timeout fails with EAGAIN.
         try:
             return connection.connect(f"\0{address}")
         except BlockingIOError:
@@ -161,43 +167,49 @@ def _knock(connection: socket.socket, address: str, deadline: Deadline) -> None:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """PermissionError if the other end is another user's."""
-    if (user := peer_user(connection)) != os.getuid():
+    """Raise PermissionError if the process at the other end belongs to another user."""
+    user = peer_user(connection)
+    if user != os.getuid():
         raise PermissionError(f"the peer is of user {user}, allowed is {os.getuid()}")
 
 
-def _ask(connection: socket.socket, number: int, deadline: Deadline) -> int | None:
-    """A file descriptor of the maker's memfd ``number``; None if it has no such."""
+def _request_memfd(connection: socket.socket, number: int, deadline: Deadline) -> int | None:
+    """File descriptor of the maker's memfd ``number``. None: there is no such memfd."""
     connection.settimeout(deadline.remaining())
     connection.sendall(_REQUEST.pack(number))
     connection.settimeout(deadline.next_wait())
-    answer, fds, *_ = socket.recv_fds(connection, len(_HERE), 1, socket.MSG_CMSG_CLOEXEC)
+    # MSG_CMSG_CLOEXEC: child programs do not inherit the descriptor.
+    answer, fds, *_ = socket.recv_fds(connection, len(_FOUND), 1, socket.MSG_CMSG_CLOEXEC)
     if answer == _UNKNOWN:
         return None
-    if answer != _HERE or not fds:
+    if answer != _FOUND or not fds:
         raise ConnectionError("its maker has ended")
     return fds[0]
 
 
 class ShmPlane(Plane):
-    """Records in memfds, which readers of the same user and node get over an abstract unix socket
-    and keep mapped: a further record in memory that is mapped costs no message.
+    """Records in memfds. Readers of the same user and node receive them over an abstract unix
+    socket.
 
-    What `read` gives is the maker's memory itself: when the maker has retired the record and uses
-    the memory again, it changes. Of a maker that was killed, what is mapped stays readable.
+    Readers keep the mappings, so that a further record in mapped memory needs no message. `read`
+    returns the maker's memory. It changes when the maker has retired the record and uses the memory
+    again. Mapped memory stays readable if the maker is killed.
     """
 
     name = "shm"
 
     def __init__(self, token: bytes, pool: SlabPool, silence_s: float = SILENCE_S) -> None:
-        """``pool``: where the records lie that are published without a copy. It is not closed with
-        the plane. ``silence_s``: for a maker without any sign."""
+        """``pool``: records in its memory are published without a copy. `close` does not close it.
+        ``silence_s``: seconds without data after which a read fails."""
         self._pool, self._silence_s = pool, silence_s
         self._node, self._address = node_identity(), f"relax-shm-{secrets.token_hex(8)}"
         self._lock = threading.Lock()
         self._board = _Board()
         self._records: dict[str, _Record] = {}
         self._makers: PeerLinks[str, _Maker] = PeerLinks(lambda address: _Maker(address, token))
+        # The name begins with a zero byte: an abstract socket, which has no file. Nothing is left
+        # of it if the process is killed. It has no file mode either, so the user of each peer is
+        # checked.
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(f"\0{self._address}")
         listening.listen()
@@ -206,27 +218,31 @@ class ShmPlane(Plane):
         )
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
-        """See `Plane`. Nothing is copied if ``record`` lies in a slab of the pool. PlaneError if
-        ``name`` is taken."""
+        """See `Plane`. A record in a slab of the pool is not copied. PlaneError: ``name`` is in
+        use."""
         record = memoryview(record).cast("B")
-        place, copy = self._pool.locate(record), None
-        if place is None:
+        copy: Slab | None = None
+        location = self._pool.locate(record)
+        if location is None:
             copy = self._pool.take(len(record))
             copy.memory[: len(record)] = record
+            location = copy.number, copy.offset
         try:
             slot, serial = self._post(name, copy)
         except PlaneError:
             self._give_back(copy)
             raise
-        memfd, at = place or (copy.number, copy.offset)
-        found = {
+        memfd, offset = location
+        return {
             "name": name,
             "node": self._node,
             "socket": self._address,
             "memfd": memfd,
-            "at": at,
+            "at": offset,
+            "size": len(record),
+            "slot": slot,
+            "serial": serial,
         }
-        return found | {"size": len(record), "slot": slot, "serial": serial}
 
     def _post(self, name: str, copy: Slab | None) -> tuple[int, int]:
         with self._lock:
@@ -241,17 +257,18 @@ class ShmPlane(Plane):
             self._pool.give_back(copy)
 
     def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
-        """See `Plane`: a mapping, which cannot be written."""
+        """See `Plane`: a read-only mapping."""
         try:
-            place = _Place.from_descriptor(descriptor)
-            if place.node != self._node:
+            address = _RecordAddress.from_descriptor(descriptor)
+            if address.node != self._node:
                 raise PlaneError(
-                    f"its node is {place.node}, this is {self._node}; take another plane"
+                    f"its node is {address.node}, this is {self._node}; take another plane"
                 )
-            return self._makers.link(place.socket).view(place, Deadline(timeout_s, self._silence_s))
+            maker = self._makers.link(address.socket)
+            return maker.view(address, Deadline(timeout_s, self._silence_s))
         except (OSError, ValueError, TypeError, struct.error) as error:
-            which = f"record {descriptor.get('name')} from {descriptor.get('socket')}"
-            raise PlaneError(f"shm: {which} (in {timeout_s:g} s): {error}") from error
+            record = f"record {descriptor.get('name')} from {descriptor.get('socket')}"
+            raise PlaneError(f"shm: {record} (in {timeout_s:g} s): {error}") from error
 
     def is_still_offered(self, descriptor: Descriptor) -> bool:
         """See `Plane`."""
@@ -262,7 +279,7 @@ class ShmPlane(Plane):
         return True
 
     def retire(self, name: str) -> None:
-        """See `Plane`. Nobody may need the bytes any more: the memory is used again."""
+        """See `Plane`. The memory is used again, so that no reader may still need the record."""
         with self._lock:
             record = self._records.pop(name, None)
             if record is not None:
@@ -294,6 +311,6 @@ class ShmPlane(Plane):
             connection.sendall(_UNKNOWN)
             return
         try:
-            socket.send_fds(connection, [_HERE], [fd])
+            socket.send_fds(connection, [_FOUND], [fd])
         finally:
             os.close(fd)

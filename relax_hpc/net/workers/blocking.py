@@ -54,6 +54,7 @@ class BlockingWorker:
         assert self._process.stdin and self._process.stdout
         self._requests_fd = self._process.stdin.fileno()
         self._answers_fd = self._process.stdout.fileno()
+        # Reads and writes of a blocking pipe have no timeout.
         os.set_blocking(self._requests_fd, False)
         os.set_blocking(self._answers_fd, False)
         self.has_ended = False

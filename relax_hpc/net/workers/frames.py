@@ -27,6 +27,7 @@ def pack(message: Any) -> bytes:
 
 def read_size(head: bytes) -> int:
     """Bytes of the message after ``head``. ValueError: they are too many."""
+    # Checked before memory is allocated, because a damaged head can have any value.
     (length,) = HEAD.unpack(head)
     if length > MOST_BYTES:
         raise ValueError(f"{length} bytes, allowed {MOST_BYTES}")

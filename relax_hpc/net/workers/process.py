@@ -164,6 +164,7 @@ async def _message(reader: asyncio.StreamReader) -> Any:
 
 def _kill(process: asyncio.subprocess.Process) -> None:
     """Kill the process group of a worker, because its child processes may outlive it."""
+    # The worker leads its session, so its pid is also the id of the process group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -73,6 +73,7 @@ def _pipes() -> tuple[BinaryIO, BinaryIO]:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # Prints of the work, or of C libraries, would otherwise be read as answers.
     os.dup2(2, 1)
     with Path(os.devnull).open() as empty:
         os.dup2(empty.fileno(), 0)

@@ -1,4 +1,4 @@
-"""Starter of workers, which gives up after several failed starts in a row."""
+"""Starter of workers. Several failed starts in a row are an error."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ class Starter:
                         f"a worker for {self._name} {ended} while it started, {self._failed} "
                         "times in a row"
                     )
-                    raise RelaxError(
-                        f"{text}; what it printed is in the log of this role"
-                    ) from ended
+                    raise RelaxError(f"{text}; its output is in the log of this role") from ended
             else:
                 self._failed = 0
                 return worker
