@@ -24,7 +24,7 @@ from relax_hpc.cluster.supervise.launch_records import read_mark
 from relax_hpc.cluster.supervise.supervisor import Outcome
 from relax_hpc.config.schema import GroupConfig
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
-from relax_hpc.queue.client.status import Status
+from relax_hpc.queue.client.status import StatusRequests
 from tests.cluster.supervisor_helpers import Adopted, World, world_fixture  # noqa: F401
 
 FULL = OSError(28, "No space left on device")
@@ -145,7 +145,7 @@ def hub_answers(monkeypatch: pytest.MonkeyPatch, trained_steps: int, worked: lis
     }
     answer: Future[Any] = Future()
     answer.set_result(SimpleNamespace(trained_steps=trained_steps, worked=worked, **nothing))
-    monkeypatch.setattr(Status, "get", lambda self, timeout=None: answer)
+    monkeypatch.setattr(StatusRequests, "get", lambda self, timeout=None: answer)
 
 
 def test_a_programming_error_before_progress_ends_the_run(

@@ -18,7 +18,7 @@ from relax_hpc.base.errors import DeadlineError
 from relax_hpc.cluster.sandbox.processes import until
 from relax_hpc.queue import presence
 from relax_hpc.queue.client import QueueClient
-from relax_hpc.queue.client.training import Training
+from relax_hpc.queue.client.training import TrainingRequests
 from relax_hpc.queue.presence import GroupPresence
 from relax_hpc.rollout.replica import FOR_TURN, Replica
 from relax_hpc.rollout.rollout_rank import Rollout
@@ -178,7 +178,7 @@ def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:
         return answer
 
     beat = SimpleNamespace(set_phase=lambda doing, waits: told.append((doing, waits)))
-    rollout.client = SimpleNamespace(beat=beat, training=Training(submit))
+    rollout.client = SimpleNamespace(beat=beat, training=TrainingRequests(submit))
 
     class Engine:
         phase = "loading weights"

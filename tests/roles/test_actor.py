@@ -21,7 +21,7 @@ from relax_hpc.base.metrics.spans import OpenSpan
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
 from relax_hpc.queue.client import Checkpoint, Claim
-from relax_hpc.queue.client.training import Training
+from relax_hpc.queue.client.training import TrainingRequests
 from tests.requirements import requires
 
 requires("torch", "megatron")
@@ -122,7 +122,7 @@ class Queue:
     """Answers claims when it is told to."""
 
     def __init__(self) -> None:
-        self.beat, self.training = SimpleNamespace(paused_s=0.0), Training(self.submit)
+        self.beat, self.training = SimpleNamespace(paused_s=0.0), TrainingRequests(self.submit)
         self.claims: list[Future] = []
         self.dealt: list[int] = []
         self.asked = threading.Event()

@@ -19,11 +19,11 @@ from relax_hpc.net.transport import SlabPool
 from relax_hpc.queue.client.answers import Claim
 from relax_hpc.queue.client.connection import QueueConnection, ignore_answer, then
 from relax_hpc.queue.client.reading import read_columns, read_rows
-from relax_hpc.queue.client.status import Status
+from relax_hpc.queue.client.status import StatusRequests
 from relax_hpc.queue.client.summary import summarize_groups, summarize_media
-from relax_hpc.queue.client.tickets import Tickets
-from relax_hpc.queue.client.training import Training
-from relax_hpc.queue.client.weights import Weights
+from relax_hpc.queue.client.tickets import TicketRequests
+from relax_hpc.queue.client.training import TrainingRequests
+from relax_hpc.queue.client.weights import WeightRequests
 from relax_hpc.queue.plan import GENERATED
 from relax_hpc.queue.row_schema import BadRow, Row, add_optional_fields
 from relax_hpc.queue.storage.columns import Column
@@ -56,8 +56,8 @@ class QueueClient:
         self.connection = QueueConnection(run, config, group, incarnation, self.member)
         self.name, self.beat = self.connection.name, self.connection.beat
         submit = self.connection.submit
-        self.tickets, self.weights = Tickets(submit), Weights(submit)
-        self.training, self.status = Training(submit), Status(submit)
+        self.tickets, self.weights = TicketRequests(submit), WeightRequests(submit)
+        self.training, self.status = TrainingRequests(submit), StatusRequests(submit)
         self._store: ShardStore | None = None
         self._store_lock = threading.Lock()
         self._shard_ids = itertools.count(1)

@@ -9,7 +9,7 @@ from relax_hpc.queue.client.answers import QueueStatus
 from relax_hpc.queue.client.connection import Submit, ignore_answer, then
 
 
-class Status:
+class StatusRequests:
     """Requests that any client may make. Every method returns a future; most callers ignore it."""
 
     def __init__(self, submit: Submit) -> None:

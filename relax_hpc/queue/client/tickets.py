@@ -10,7 +10,7 @@ from relax_hpc.queue.client.answers import Admission, NextAttempt
 from relax_hpc.queue.client.connection import Submit, ignore_answer, then
 
 
-class Tickets:
+class TicketRequests:
     """Requests of rollout about tickets. Every method returns a future of the answer."""
 
     def __init__(self, submit: Submit) -> None:

@@ -11,7 +11,7 @@ from relax_hpc.queue.client.answers import Checkpoint, StepTrained
 from relax_hpc.queue.client.connection import Submit, ignore_answer, then
 
 
-class Training:
+class TrainingRequests:
     """Requests of a trainer, and of engines that share the actor's devices. Every method returns a
     future.
 

@@ -11,7 +11,7 @@ from relax_hpc.queue.client.answers import PublishedVersion
 from relax_hpc.queue.client.connection import Submit, ignore_answer, then
 
 
-class Weights:
+class WeightRequests:
     """Requests of the actor and of readers about versions. Every method returns a future of the
     answer."""
 
