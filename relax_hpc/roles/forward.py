@@ -299,7 +299,7 @@ class _Weights:
             if fetched:
                 news, staged = fetched
                 if self.ranks.size > 1:
-                    relays = self.reader.fetcher.where(news)
+                    relays = self.reader.fetcher.relay_folders(news)
                     self.ranks.broadcast({"do": "load", "news": asdict(news), "relays": relays})
                 self.scorer.load(staged)
                 self._note_served(Version.parse(news.version))

@@ -1,8 +1,9 @@
-"""Store by which torch's ranks of a group leave word for each other.
+"""Store by which torch's ranks of a group exchange their addresses.
 
-On one node it is a file in memory. Over several, or where each rank is in a container of its own,
-it is rank 0's memory, reached by connections whose ends prove that they hold the run's token:
-torch's own TCPStore asks nobody, and gives and takes whatever anybody wants.
+On one node the store is a file in memory. Over several nodes, or if each rank has a separate
+container, it is a table in rank 0, reached by connections that are authenticated by the run's
+token. torch's TCPStore (2.13) has no authentication: any host that reaches its port can read and
+write values.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from relax_hpc.net.transport.sockets import FrameConnection, connect, endpoint_o
 from relax_hpc.net.transport.wire import BadMessage, pack, unpack
 
 _PAUSE_S = 0.1
-_PATIENCE_S = 3600.0
-"""Seconds that rank 0 waits for a message before it waits again; nothing depends on it."""
-_SLACK_S = 30.0
-"""Seconds for an answer that depends on nobody else."""
+_RECEIVE_S = 3600.0
+"""Seconds of one wait for messages in rank 0, which then waits again."""
+_REPLY_S = 30.0
+"""Seconds for a reply that does not depend on other ranks."""
 
 
 def make_store(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
-    """The store of a group's ranks; None for one alone. Waits in it take at most ``timeout_s``."""
+    """The store of a group's ranks; None for one rank. Waits take at most ``timeout_s``."""
     if world.size == 1:
         return None
     first = world.cards[0]
     if world.on_one_node:
-        # Left alone, gloo takes the address of the host's name, which other machines can reach;
-        # NCCL's bootstrap too.
+        # By default gloo and NCCL's bootstrap (torch 2.13) listen on the address of the host's
+        # name, which other machines can reach.
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
@@ -53,7 +54,7 @@ def make_store(world: World, token: bytes, timeout_s: float) -> dist.Store | Non
 
 
 class StoreTable:
-    """StoreTable of values by key. A rank that asks for one that is not there waits."""
+    """Values by key. A rank that requests a missing value waits for it."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -65,7 +66,7 @@ class StoreTable:
         return self.values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the number at ``key``; the sum so far."""
+        """Add ``amount`` to the number at ``key``, and return the sum."""
         total = int(self.values.get(key, b"0")) + amount
         self.values[key] = b"%d" % total
         return total
@@ -74,8 +75,8 @@ class StoreTable:
         self.values[key] = self.values.get(key, b"") + value
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Put ``desired`` in the place of ``expected``, or of nothing if that is empty; the value
-        that is there afterwards."""
+        """Replace the value ``expected`` by ``desired``, and return the resulting value. An empty
+        ``expected`` means that the key has no value."""
         if key not in self.values and expected:
             return expected
         if self.values.get(key, b"") == expected:
@@ -83,14 +84,14 @@ class StoreTable:
         return self.values[key]
 
     def missing(self, keys: Sequence[str]) -> str | None:
-        """First of ``keys`` that nothing is left at."""
+        """First of ``keys`` without a value."""
         return next((key for key in keys if key not in self.values), None)
 
     def wait(self, keys: Sequence[str]) -> None:
-        """Wait until something is left at all of ``keys``: answered then."""
+        """Do nothing: the host replies only when all of ``keys`` have values."""
 
     def delete(self, key: str) -> bool:
-        """Delete ``key``; whether it was there."""
+        """Delete ``key``. Returns whether it had a value."""
         return self.values.pop(key, None) is not None
 
     def count(self) -> int:
@@ -101,127 +102,130 @@ _OPERATIONS = frozenset(name for name in vars(StoreTable) if not name.startswith
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _StoreRequest:
     peer: int
     name: str
     arguments: Sequence[Any]
 
     @property
-    def awaited(self) -> Sequence[str]:
-        """Keys without which there is no answer."""
+    def awaited_keys(self) -> Sequence[str]:
+        """Keys that must have values before the reply."""
         if self.name == "get":
             return self.arguments[:1]
         return self.arguments[0] if self.name == "wait" else ()
 
 
 class StoreHost:
-    """Rank 0's part: a thread and a table for all ranks, itself included, however many they are.
+    """Server in rank 0: one thread and one table for all ranks, including rank 0.
 
-    Who has waited for too long hangs up, and is forgotten when what it waited for comes.
+    A rank whose wait times out closes its connection. Its request is discarded when the awaited
+    value arrives.
     """
 
     def __init__(self, listener: Listener) -> None:
         self.table = StoreTable()
         self._listener = listener
-        self._waiting: dict[str, list[_Asked]] = {}
-        """Requests that wait, by one key that each lacks."""
+        self._waiting: dict[str, list[_StoreRequest]] = {}
+        """Requests that wait, by one missing key of each."""
 
     def serve(self) -> None:
-        """Answer requests as long as this process lives."""
-        # Should it end by a mistake of ours, all hear of it.
+        """Reply to requests until this process ends."""
+        # If an error ends this loop, the closed listener tells all ranks.
         with closing(self._listener):
             while True:
-                for peer, payload in self._listener.receive(_PATIENCE_S):
+                for peer, payload in self._listener.receive(_RECEIVE_S):
                     try:
-                        request = unpack(payload)
-                        self._settle(_Asked(peer, request["name"], request["arguments"]))
+                        message = unpack(payload)
+                        request = _StoreRequest(peer, message["name"], message["arguments"])
+                        self._process(request)
                     except (BadMessage, LookupError, TypeError):
                         self._listener.refuse(peer)
 
-    def _settle(self, asked: _Asked) -> None:
-        """Answer now, or when what is awaited has come; and those who have waited for this."""
-        if (lacking := self.table.missing(asked.awaited)) is not None:
-            self._waiting.setdefault(lacking, []).append(asked)
+    def _process(self, request: _StoreRequest) -> None:
+        """Reply to ``request``, or queue it until its keys have values. A reply may release other
+        requests."""
+        missing = self.table.missing(request.awaited_keys)
+        if missing is not None:
+            self._waiting.setdefault(missing, []).append(request)
             return
-        self._listener.send(asked.peer, pack(self._answer(asked)))
-        for key in asked.arguments[:1]:
+        self._listener.send(request.peer, pack(self._execute(request)))
+        for key in request.arguments[:1]:
             if isinstance(key, str) and key in self.table.values:
-                for other in self._waiting.pop(key, ()):
-                    self._settle(other)
+                for waiting in self._waiting.pop(key, ()):
+                    self._process(waiting)
 
-    def _answer(self, asked: _Asked) -> dict[str, Any]:
-        if asked.name not in _OPERATIONS:
-            return {"error": f"no operation {asked.name!r}"}
+    def _execute(self, request: _StoreRequest) -> dict[str, Any]:
+        if request.name not in _OPERATIONS:
+            return {"error": f"no operation {request.name!r}"}
         try:
-            return {"result": getattr(self.table, asked.name)(*asked.arguments)}
+            return {"result": getattr(self.table, request.name)(*request.arguments)}
         except (TypeError, ValueError) as error:
             return {"error": str(error)}
 
 
 def serve(listening: socket.socket, token: bytes) -> None:
-    """A table that whoever holds ``token`` may use by ``listening``, for as long as this process
-    lives."""
+    """Serve a table on ``listening`` in a thread, to peers that hold ``token``, until this process
+    ends."""
     listener = Listener(listening, token, _purpose(listening.getsockname()), ACCEPT_SHARE)
     threading.Thread(target=StoreHost(listener).serve, name="meeting", daemon=True).start()
 
 
 class RemoteTable:
-    """A table in rank 0. Each request has a connection to itself, as some wait for others."""
+    """Client of the table in rank 0. Each request in flight has a separate connection, because some
+    requests wait for others."""
 
     def __init__(
-        self, address: tuple[str, int], token: bytes, patience_s: float = CONNECT_S
+        self, address: tuple[str, int], token: bytes, connect_s: float = CONNECT_S
     ) -> None:
-        """``patience_s``: for rank 0 to let this one in, which it does once it has imported all
-        that it needs."""
-        self._address, self._token, self._patience_s = address, token, patience_s
+        """``connect_s``: limit for the first connection. Rank 0 accepts it after its imports."""
+        self._address, self._token, self._connect_s = address, token, connect_s
         self._idle: list[FrameConnection] = []
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in _OPERATIONS:
             raise AttributeError(name)
-        return lambda *arguments: self._ask(self._taken(), name, arguments)
+        return lambda *arguments: self._request(self._take_connection(), name, arguments)
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Get the value at ``key``. TimeoutError: nobody has left anything there."""
-        return self._await([key], timeout_s, "get", key)
+        """Value at ``key``. TimeoutError: no rank has set it in time."""
+        return self._await_keys([key], timeout_s, "get", key)
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Wait for values at all of ``keys``. TimeoutError: nobody has left anything at one of
-        them."""
-        self._await(keys, timeout_s, "wait", list(keys))
+        """Wait until all of ``keys`` have values. TimeoutError: no rank has set one in time."""
+        self._await_keys(keys, timeout_s, "wait", list(keys))
 
-    def _await(self, keys: Sequence[str], timeout_s: float, name: str, argument: Any) -> Any:
-        connection = self._taken()
+    def _await_keys(self, keys: Sequence[str], timeout_s: float, name: str, argument: Any) -> Any:
+        connection = self._take_connection()
         try:
-            return self._ask(connection, name, [argument], timeout_s)
+            return self._request(connection, name, [argument], timeout_s)
         except TimeoutError:
-            if (missing := self.missing(list(keys))) is not None:
+            missing = self.missing(list(keys))
+            if missing is not None:
                 raise TimeoutError(
-                    f"no rank has left {missing!r} here within {timeout_s:g} s"
+                    f"no rank has set {missing!r} in the store within {timeout_s:g} s"
                 ) from None
-        # It is the answer that is late.
-        return self._ask(self._taken(), name, [argument])
+        # All keys have values, so only the reply was late.
+        return self._request(self._take_connection(), name, [argument])
 
-    def _taken(self) -> FrameConnection:
+    def _take_connection(self) -> FrameConnection:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         return connection or self._connect()
 
-    def _ask(
+    def _request(
         self,
         connection: FrameConnection,
         name: str,
         arguments: Sequence[Any],
-        within_s: float = _SLACK_S,
+        within_s: float = _REPLY_S,
     ) -> Any:
-        """The answer of rank 0. TimeoutError: it has not come; ConnectionError: rank 0 has
-        ended."""
+        """Reply of rank 0. TimeoutError: it was not in time; ConnectionError: rank 0 has ended."""
         try:
             connection.send(pack({"name": name, "arguments": arguments}))
             reply = _next_message(connection, Deadline(within_s))
         except BaseException:
-            # What comes late comes to nobody.
+            # A late reply must not be read as the reply to another request.
             connection.close()
             raise
         with self._lock:
@@ -231,17 +235,18 @@ class RemoteTable:
         return reply["result"]
 
     def _connect(self) -> FrameConnection:
-        deadline, endpoint = Deadline(self._patience_s), endpoint_of(*self._address)
+        deadline, endpoint = Deadline(self._connect_s), endpoint_of(*self._address)
         while True:
             try:
                 within_s = deadline.shortened(CONNECT_S).remaining()
                 return connect(endpoint, self._token, _purpose(self._address), within_s)
             except OSError as error:
-                # Of hundreds that come at once some are hung up on, or have no room in the line.
+                # If hundreds of ranks connect at the same time, the kernel's listen queue may
+                # overflow, and some connections are reset.
                 if deadline.ends_within(_PAUSE_S):
                     text = (
-                        f"rank 0 has not let this rank in within {deadline.seconds:g} s; open "
-                        f"its log: {error}"
+                        f"rank 0 has not accepted this rank's connection within "
+                        f"{deadline.seconds:g} s; open its log: {error}"
                     )
                     raise type(error)(text) from error
                 time.sleep(_PAUSE_S)
@@ -257,15 +262,15 @@ def _next_message(connection: FrameConnection, deadline: Deadline) -> dict[str, 
 
 
 class AuthenticatedStore(dist.Store):
-    """torch's view of a table. torch calls it from its own threads, by the names of its C++ class
-    too."""
+    """torch's interface to a table. torch calls it from its own threads, also by the names of its
+    C++ class."""
 
     def __init__(self, table: RemoteTable, timeout_s: float) -> None:
         super().__init__()
         self._table, self._timeout_s = table, timeout_s
         self._clones: list[AuthenticatedStore] = []
-        """Clones of this store: torch keeps their C++ halves alone, which are of no use once these
-        are gone."""
+        """References to the clones of this store. torch keeps only their C++ parts, which fail
+        after the Python parts are collected."""
 
     def set(self, key: str, value: str | bytes) -> None:
         self._table.set(key, _bytes(value))

@@ -14,7 +14,7 @@ from relax_hpc.training.model import PolicyModel
 
 @dataclass(frozen=True, slots=True)
 class LoadMetrics:
-    """LoadMetrics of the experts in a step, over all ranks; empty for a model without experts."""
+    """Load of the experts in a step, over all ranks; empty for a model without experts."""
 
     sums: dict[str, float] = field(default_factory=dict)
     """Sum of `loss/balance`, in the form of the loss's other metrics."""

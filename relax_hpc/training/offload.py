@@ -106,5 +106,5 @@ def _allocate_on_host(
         return allocate_host_tensors(like, pinned, purpose, dtype)
     except OSError as error:
         raise ConfigError(
-            f"actor.optimizer.offload_optimizer: {error}; set it false, or take more nodes"
+            f"actor.optimizer.offload: {error}; set it false, or take more nodes"
         ) from error

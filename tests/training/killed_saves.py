@@ -28,15 +28,15 @@ from tests.helpers.training_helpers import LR, batch, rows, trainer
 
 LAST, SAVED = 3, (1, 2)
 POINTS = {
-    "before the directory": (saver, "_begin", False),
-    "after the directory": (saver, "_begin", True),
+    "before the directory": (saver, "_create", False),
+    "after the directory": (saver, "_create", True),
     "before the shards": (strategy.torch_checkpoint, "save", False),
     "after the shards": (strategy.torch_checkpoint, "save", True),
     "before the random states": (saver, "save_random_state", False),
     "before the checksums": (saver, "checksums_of", False),
     "after the checksums": (saver, "checksums_of", True),
     "before the marker": (saver, "write_json", False),
-    "before the rename": (saver, "digest_of", True),
+    "before the rename": (saver, "marker_digest", True),
     "before the journal": (saver, "_finish", True),
     "before it is copied": (saver, "sharded_state", True),
     "while it is copied": (parallel_copies, "_numbers", True),

@@ -115,10 +115,10 @@ def test_the_memory_of_the_first_save_is_there_before_it_and_of_its_size(
     keeper.prepare()
     keeper.ready()
     writer = keeper._writer
-    made, asked = writer._room, []
+    made, asked = writer._memory, []
     writer._copy_all = lambda sources, rooms: asked.extend(sources)
     keeper.save(tmp_path / "i000001-step-000001", {})
-    assert writer._room is made
+    assert writer._memory is made
     assert len(made) == sum(-(-one.nbytes // 64) * 64 for one in asked)
     keeper.wait()
 
@@ -263,7 +263,7 @@ def test_the_next_save_waits_for_the_last_one_but_not_for_ever(
     tiny: Path, tmp_path: Path, monkeypatch
 ):
     hold = threading.Event()
-    monkeypatch.setattr(saver, "_begin", lambda *_: hold.wait(30.0))
+    monkeypatch.setattr(saver, "_create", lambda *_: hold.wait(30.0))
     keeper = Saver(trainer(tiny), RankChannel(60.0), 0.2)
     keeper.save(tmp_path / "a", {})
     with pytest.raises(DeadlineError, match=r"not written within checkpoint\.timeout_s=0\.2"):

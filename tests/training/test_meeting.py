@@ -170,7 +170,7 @@ def test_who_waits_is_woken_and_nobody_waits_for_ever(served: tuple[str, int]) -
     store.set("late", "here")
     waiting.join(60)
     assert found == [b"here"]
-    with pytest.raises(Exception, match=r"no rank has left 'never' here within 0\.05 s"):
+    with pytest.raises(Exception, match=r"no rank has set 'never' in the store within 0\.05 s"):
         store.wait(["late", "never"], timedelta(seconds=0.05))
     store.set_timeout(timedelta(seconds=0.05))
     with pytest.raises(Exception, match="never"):
@@ -236,7 +236,8 @@ def test_a_stranger_reads_and_writes_nothing(served: tuple[str, int]) -> None:
     remote = RemoteTable(served, TOKEN)
     remote.set("key", b"value")
     with pytest.raises(
-        ConnectionError, match=r"has not let this rank in .*: who listens has closed the connection"
+        ConnectionError,
+        match=r"has not accepted this rank's connection .*: who listens has closed the connection",
     ):
         RemoteTable(served, b"w" * 32, 0.2).get("key", 1.0)
     with socket.create_connection(served) as stranger:
@@ -245,7 +246,7 @@ def test_a_stranger_reads_and_writes_nothing(served: tuple[str, int]) -> None:
         hello = stranger.recv(4096)
         assert hello.startswith(b"RLXLINK1") and b"value" not in hello
     with pytest.raises(RuntimeError, match="no operation 'values'"):
-        remote._ask(remote._connect(), "values", ())
+        remote._request(remote._connect(), "values", ())
     with pytest.raises(RuntimeError, match="argument"):
         remote.add("key")
     assert remote.count() == 1
@@ -305,7 +306,8 @@ def test_a_rank_waits_for_rank_0_as_long_as_that_imports(monkeypatch: pytest.Mon
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(
-            TimeoutError, match=r"rank 0 has not let this rank in within 0\.2 s; open its log"
+            TimeoutError,
+            match=r"rank 0 has not accepted this rank's connection within 0\.2 s; open its log",
         ),
     ):
         RemoteTable(silent.getsockname(), TOKEN, 0.2).count()

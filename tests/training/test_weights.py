@@ -259,7 +259,7 @@ def test_damaged_files_are_refused_by_name_and_the_last_good_version_stays(stage
         return
     assert stage.fetch(reader) is None
     assert name.rpartition("/")[2] in (line := capfd.readouterr().err) and line.endswith(
-        "goes on with i000001-v000000\n"
+        "continues with i000001-v000000\n"
     )
     assert stage.rollout.connection.call("status")["noted"] == {"weights_unreadable/unreadable": 1}
 
@@ -621,7 +621,7 @@ def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path, k
 @pytest.mark.parametrize("writers", [1, 2, 3, 7])
 def test_shares_are_whole_tensors_and_all_of_them(writers):
     tensors = {f"t{number}": version_files.Tensor("F32", (number + 1, 10)) for number in range(5)}
-    shares = version_files.shares(tensors, writers)
+    shares = version_files.divide_tensors(tensors, writers)
     assert (
         sorted(name for share in shares for name in share) == sorted(tensors)
         and len(shares) == writers

@@ -222,7 +222,7 @@ def test_who_ends_while_it_is_at_a_version_keeps_none_of_its_memory(tmp_path):
         SafetensorsFile(path, described).close()
         share = SharedVersion(Manifest("v", described, (chunk,)), path)
         share.add(chunk)
-        assert bytes(share.give("c")) == bytes(16) and share.give("other") is None
+        assert bytes(share.read("c")) == bytes(16) and share.read("other") is None
         staged = staging.get("v", lambda folder: None, SILENCE_S)
         if not ends_first:
             share.hold(staged)
@@ -230,7 +230,7 @@ def test_who_ends_while_it_is_at_a_version_keeps_none_of_its_memory(tmp_path):
         share.hold(staged)
         staged.release()
         staging.clear(lambda _: True)
-        assert share.give("c") is None and not (staging.root / "v").exists()
+        assert share.read("c") is None and not (staging.root / "v").exists()
 
 
 # -- the plane -------------------------------------------------------------------------------------

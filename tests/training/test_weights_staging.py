@@ -92,7 +92,7 @@ def test_after_the_death_of_who_makes_it_the_next_one_does(root: Path) -> None:
     got: list = []
     waiting = threading.Thread(target=lambda: got.append(Staging(root).get("v1", make, PATIENCE_S)))
     waiting.start()
-    with pytest.raises(DeadlineError, match="v1: no process of this node has made it in 0"):
+    with pytest.raises(DeadlineError, match="v1: no process of this node has created it within 0"):
         Staging(root).get("v1", make, 0.0)
     end(dying)
     waiting.join(PATIENCE_S)

@@ -14,7 +14,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def save_random_state(state: dict[str, torch.Tensor], path: Path) -> None:
-    """Write what `random_state` gave."""
+    """Write a result of `random_state`."""
     save_file(state, path)
 
 

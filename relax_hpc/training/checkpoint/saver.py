@@ -1,5 +1,5 @@
-"""Saving beside training: a step waits until its state is copied, and a thread of each rank writes
-the copy."""
+"""Saving during training: a step waits until its state is copied. A thread of each rank writes the
+copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial as partial_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -27,12 +26,12 @@ from relax_hpc.training.checkpoint.store import (
     MARKER,
     CheckpointError,
     checksums_of,
-    digest_of,
-    files_of,
-    joined,
-    layout_of,
-    optimizer_of,
+    layout_sizes,
+    marker_digest,
+    merge_checksums,
+    optimizer_settings,
     random_file,
+    rank_files,
     sharded_state,
 )
 
@@ -43,41 +42,45 @@ if TYPE_CHECKING:
     from relax_hpc.training.trainer import Trainer
 
 T = TypeVar("T")
-_LOOK_S = 0.05
-_TORN = "inline_container.cc"
-"""Part of torch's message where the disk has taken only a part of a file."""
+_POLL_S = 0.05
+_SHORT_WRITE = "inline_container.cc"
+"""Part of torch's error message (torch 2.13) if the disk took only a part of a file."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _SaveTask:
     directory: Path
     state: StagedState
     random: dict[str, Tensor]
-    about: dict[str, Any]
+    description: dict[str, Any]
+    """Entries of the marker besides its files."""
     then: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFailure:
-    """Reason why something could not be saved; ``errno``: of a disk that may have room later, else
-    0."""
+    """Reason why a checkpoint could not be saved.
 
-    why: str
+    ``errno``: error number of a disk that may have space later, else 0.
+    """
+
+    reason: str
     errno: int = 0
 
 
 class SaveFailedError(CheckpointError):
-    """SaveFailure of a save, the same error in every rank."""
+    """A save failed. All ranks raise the same error."""
 
     def __init__(self, failure: SaveFailure) -> None:
-        super().__init__(failure.why)
+        super().__init__(failure.reason)
         self.failure = failure
 
 
 class Saver:
-    """Saver of one rank; every rank makes and calls it alike. A failed save is told of and leaves
-    nothing behind; training goes on, and resumes from an older one if it must. While the disk is
-    full it is tried again, until the next is due.
+    """Saver of one rank. All ranks create and call it in the same way.
+
+    A failed save is reported and removed; training continues, and a restart resumes from an older
+    checkpoint. While the disk is full, the save is tried again until the next one is due.
 
     ::
 
@@ -94,27 +97,24 @@ class Saver:
         max_failures: int = 1 << 30,
         stands: Callable[[], object] = lambda: WAITS,
     ) -> None:
-        """``channel``: used by nothing else. ``timeout_s``: seconds of a save that is still being
-        written when the next one is due. ``on_failure``: called by rank 0's thread, once a save.
-        ``max_failures``: failures in a row, other than by a full disk, after which `check` raises
-        NoProgressError. ``stands``: whether time does not count now, as a disk is full, the hub
-        away, or it is the leader who counts it."""
-        # It imports megatron-core, which a trainer has prepared for its device.
+        """``channel``: used only by this saver. ``timeout_s``: limit for a save that is still being
+        written when the next one is due. ``on_failure``: called by rank 0's thread once per failed
+        save. ``max_failures``: failures in a row, except by a full disk, after which `check` raises
+        NoProgressError. ``stands``: whether the time limit is suspended, because a disk is full,
+        the hub is unreachable, or only the leader measures time."""
+        # Imported here, because it imports megatron-core, which a trainer prepares for its device.
         from relax_hpc.training.checkpoint.strategy import StateWriter
 
-        self.trainer, self.channel, self.timeout_s, self.on_failure = (
-            trainer,
-            channel,
-            timeout_s,
-            on_failure,
-        )
+        self.trainer, self.channel = trainer, channel
+        self.timeout_s, self.on_failure = timeout_s, on_failure
         self.max_failures, self.stands = max_failures, stands
         self.failed = 0
-        """Saves in a row that failed, or have not succeeded yet."""
-        self._failed_anyway = 0
-        """Failures, of those in a row, that a full disk was not the cause of."""
-        self._hurries, self._awaited = False, False
-        """Whether the next save is due; whether this one is waited for however long it takes."""
+        """Saves in a row that failed or have not succeeded yet."""
+        self._failed_permanently = 0
+        """Failures in a row that a full disk did not cause."""
+        self._next_is_due = False
+        self._is_awaited = False
+        """Whether a caller waits for this save without a limit."""
         self.seconds = 0.0
         """Seconds that the last save took, from copying to the end."""
         self.failure = ""
@@ -125,17 +125,17 @@ class Saver:
         self._work = BackgroundThread("checkpoint", self._save_timed, device)
 
     def prepare(self) -> None:
-        """Have the memory of copies made beside what comes next, so that the first save takes no
-        longer than others. Collective, once the optimizer is there."""
+        """Begin to allocate the memory of copies in the background, so that the first save takes
+        no longer than others. Collective, after the optimizer is built."""
         self._writer.prepare(sharded_state(self.trainer, loading=False))
 
     def ready(self) -> None:
-        """Wait until the memory of copies is made. ConfigError: it cannot be."""
+        """Wait until the memory of copies is allocated. ConfigError: the node has too little."""
         try:
             self._writer.ready()
         except OSError as error:
             raise ConfigError(
-                f"{error}; a rank needs as much host memory as what it saves"
+                f"{error}; a rank needs as much host memory as the state that it saves"
             ) from error
 
     def save(
@@ -144,41 +144,41 @@ class Saver:
         meta: dict[str, Any],
         then: Callable[[str], None] = lambda digest: None,
     ) -> None:
-        """Copy weights, optimizer and random states; they are written, with `meta` (JSON values),
-        to a new `directory`.
+        """Copy weights, optimizer and random states. A thread writes them, with `meta` (JSON
+        values), to a new `directory`.
 
-        Collective, between optimizer steps. The name of `directory` must be this incarnation's own:
-        a partial one of the same name is replaced. All files are synced before it gets its name;
-        then `then` is called, by rank 0's thread, with the digest of the marker. Raises what `then`
-        raised for an earlier save.
+        Collective, between optimizer steps. The name of `directory` must be unique to this
+        incarnation, because a partial directory of that name is replaced. All files are synced
+        before the directory is renamed. Then rank 0's thread calls `then` with the digest of the
+        marker. Raises the error that `then` raised for an earlier save.
         """
         self.wait()
-        self._hurries = False
+        self._next_is_due = False
         state = sharded_state(self.trainer, loading=False)
-        about = {
-            "layout": layout_of(self.trainer),
-            "optimizer": optimizer_of(self.trainer),
+        description = {
+            "layout": layout_sizes(self.trainer),
+            "optimizer": optimizer_settings(self.trainer),
             "meta": meta,
         }
-        self._work.put(_Job(directory, self._writer.stage(state), random_state(), about, then))
+        staged = self._writer.stage(state)
+        self._work.put(_SaveTask(directory, staged, random_state(), description, then))
 
     def settle(self) -> None:
-        """Wait until what was to be saved is. CheckpointError: it could not be. DeadlineError: it
-        takes too long."""
-        self._awaited = True
+        """Wait until the last save is complete. CheckpointError: it failed. DeadlineError: it takes
+        too long."""
+        self._is_awaited = True
         self._wait()
-        self._awaited = False
+        self._is_awaited = False
         if self.failure:
             raise CheckpointError(self.failure)
 
     def check(self) -> None:
-        """Raise what has gone wrong for good, such as FencedError."""
+        """Raise a permanent error of the thread, such as FencedError."""
         self._work.check()
 
     def wait(self) -> None:
-        """Wait until nothing is being saved, whether it could be or not. DeadlineError: it takes
-        too long."""
-        self._hurries = True
+        """Wait until the last save has succeeded or failed. DeadlineError: it takes too long."""
+        self._next_is_due = True
         self._wait()
 
     def _wait(self) -> None:
@@ -190,123 +190,137 @@ class Saver:
 
     # -- in the thread -----------------------------------------------------------------------------
 
-    def _save_timed(self, job: _Job) -> None:
-        started, full, said = time.monotonic(), WriteRetry(job.directory), False
+    def _save_timed(self, task: _SaveTask) -> None:
+        started, disk, is_counted = time.monotonic(), WriteRetry(task.directory), False
         try:
-            while failure := self._save(job):
-                if not said:
-                    self._count(job, failure)
-                    said = True
-                if not failure.errno or self._gives_up(full, failure):
+            failure = self._save(task)
+            while failure is not None:
+                if not is_counted:
+                    self._count_failure(task, failure)
+                    is_counted = True
+                if not failure.errno or not self._await_retry(disk, failure):
                     break
-            else:
-                self.failed, self._failed_anyway, self.failure = 0, 0, ""
+                failure = self._save(task)
+            if failure is None:
+                self.failed, self._failed_permanently, self.failure = 0, 0, ""
         finally:
-            full.note_success()
+            disk.note_success()
         self.seconds = time.monotonic() - started
 
-    def _count(self, job: _Job, failure: SaveFailure) -> None:
-        self.failed, self.failure = self.failed + 1, f"{job.directory}: {failure.why}"
-        self._failed_anyway += not failure.errno
+    def _count_failure(self, task: _SaveTask, failure: SaveFailure) -> None:
+        self.failed, self.failure = self.failed + 1, f"{task.directory}: {failure.reason}"
+        self._failed_permanently += not failure.errno
         if self.channel.rank == 0:
-            self.on_failure(failure.why)
-        if self._failed_anyway >= self.max_failures:
+            self.on_failure(failure.reason)
+        if self._failed_permanently >= self.max_failures:
             raise NoProgressError(
-                f"{self._failed_anyway} checkpoints in a row were not saved, the last: "
-                f"{failure.why}; allowed checkpoint.max_failures={self.max_failures}"
+                f"{self._failed_permanently} checkpoints in a row were not saved, the last: "
+                f"{failure.reason}; allowed checkpoint.max_failures={self.max_failures}"
             )
 
-    def _gives_up(self, full: WriteRetry, failure: SaveFailure) -> bool:
-        """Whether the next save is due; else, after a while, it is time for the next try. The same
-        in every rank."""
-        full.loose = not self._awaited
-        full.note_failure(OSError(failure.errno, failure.why))
-        while not self._hurries and not full.is_due():
-            time.sleep(_LOOK_S)
-        return self.channel.broadcast({"next": self._hurries} if self.channel.rank == 0 else None)[
-            "next"
-        ]
+    def _await_retry(self, disk: WriteRetry, failure: SaveFailure) -> bool:
+        """Wait for the next try. False: the next save is due instead. All ranks return the same."""
+        disk.loose = not self._is_awaited
+        disk.note_failure(OSError(failure.errno, failure.reason))
+        while not self._next_is_due and not disk.is_due():
+            time.sleep(_POLL_S)
+        message = {"next": self._next_is_due} if self.channel.rank == 0 else None
+        return not self.channel.broadcast(message)["next"]
 
-    def _save(self, job: _Job) -> SaveFailure | None:
-        """Reason why it could not be saved, the same in every rank; None: it is."""
-        partial = job.directory.with_name(f".{job.directory.name}.partial")
-        rank, leads = self.channel.rank, self.channel.rank == 0
-        together = partial_of(self._together, partial.parent)
+    def _save(self, task: _SaveTask) -> SaveFailure | None:
+        """Reason why the checkpoint could not be saved, or None. All ranks return the same."""
+        partial = task.directory.with_name(f".{task.directory.name}.partial")
+        rank, leads, folder = self.channel.rank, self.channel.rank == 0, partial.parent
         try:
-            together(lambda: leads and _begin(job.directory, partial))
-            # Apart from the shards: those are written in steps of all ranks together.
-            together(lambda: leads and job.state.write_common(partial))
-            together(lambda: job.state.write_shards(partial))
-            together(lambda: save_random_state(job.random, partial / random_file(rank)))
-            mine = together(lambda: checksums_of(partial, files_of(partial, rank), sync=True))
-            files = joined(self.channel.gather(mine))
-            digest = together(lambda: leads and _finish(partial, job.directory, files, job.about))
+            self._run_leader(folder, lambda: _create(task.directory, partial))
+            # Separate from the shards, because writing shards contains collectives.
+            self._run_leader(folder, lambda: task.state.write_common(partial))
+            self._run_all(folder, lambda: task.state.write_shards(partial))
+            self._run_all(
+                folder, lambda: save_random_state(task.random, partial / random_file(rank))
+            )
+            sums = self._run_all(
+                folder, lambda: checksums_of(partial, rank_files(partial, rank), sync=True)
+            )
+            files = merge_checksums(self.channel.gather(sums))
+            digest = self._run_leader(
+                folder, lambda: _finish(partial, task.directory, files, task.description)
+            )
         except SaveFailedError as error:
             if leads:
-                print_log_line(f"checkpoint: {job.directory}: {error}")
+                print_log_line(f"checkpoint: {task.directory}: {error}")
                 shutil.rmtree(partial, ignore_errors=True)
             return error.failure
-        self.channel.run_on_leader(lambda: job.then(digest))
+        # Only the leader runs it, and the leader has the digest.
+        self.channel.run_on_leader(lambda: task.then(digest or ""))
         return None
 
-    def _together(self, folder: Path, act: Callable[[], T]) -> T:
-        """Have all ranks do their part; SaveFailedError, in all of them, if one cannot."""
-        failure, done = ("", 0), None
+    def _run_leader(self, folder: Path, act: Callable[[], T]) -> T | None:
+        """`_run_all` with an action of rank 0 only. Other ranks return None."""
+        leads = self.channel.rank == 0
+        return self._run_all(folder, lambda: act() if leads else None)
+
+    def _run_all(self, folder: Path, act: Callable[[], T]) -> T:
+        """Run one action on all ranks. SaveFailedError on all ranks if it fails on one of them."""
+        failure, result = ("", 0), None
         try:
-            done = act()
-        # Libraries raise errors of their own for a full disk, and whoever left here would leave the
-        # others waiting.
+            result = act()
+        # Any error: libraries have their own classes for a full disk. A rank that left here would
+        # let the other ranks wait.
         except (Exception, CheckpointException) as error:
-            why, number = _cause(error, folder)
-            failure = f"not saved: rank {self.channel.rank}: {why}", number
-        found = self.channel.gather(failure)
-        failed = [one for one in found if one[0]] if found is not None else []
-        # What a full disk has not caused no room on it will mend.
-        why, number = self.channel.broadcast(
-            min(failed, key=lambda one: bool(one[1]), default=("", 0))
-        )
-        if why:
-            raise SaveFailedError(SaveFailure(why, number))
-        return cast(T, done)
+            reason, number = _failure_cause(error, folder)
+            failure = f"not saved: rank {self.channel.rank}: {reason}", number
+        gathered = self.channel.gather(failure) or []
+        failed = [candidate for candidate in gathered if candidate[0]]
+        # A failure without a number has priority: space on the disk would not solve it.
+        first = min(failed, key=lambda candidate: bool(candidate[1]), default=("", 0))
+        reason, number = self.channel.broadcast(first)
+        if reason:
+            raise SaveFailedError(SaveFailure(reason, number))
+        return cast(T, result)
 
 
-def _cause(error: BaseException, folder: Path) -> tuple[str, int]:
-    """Cause in words, and the number of the error if it `is_temporary`. torch's own is a table of
-    all ranks' errors."""
-    errors = (
-        [one for one, _ in error.failures.values()]
-        if isinstance(error, CheckpointException)
-        else [error]
-    )
-    for one in errors:
-        if isinstance(one, OSError) and is_temporary(one):
-            return f"{one.filename or folder}: {os.strerror(one.errno)}", one.errno
+def _failure_cause(error: BaseException, folder: Path) -> tuple[str, int]:
+    """Cause as text, and the error number if the error `is_temporary`."""
+    errors: list[BaseException] = [error]
+    if isinstance(error, CheckpointException):
+        # torch's error contains those of all ranks.
+        errors = [rank_error for rank_error, _ in error.failures.values()]
+    for cause in errors:
+        if isinstance(cause, OSError) and cause.errno is not None and is_temporary(cause):
+            return f"{cause.filename or folder}: {os.strerror(cause.errno)}", cause.errno
     text = "; ".join(map(str, errors))
     if isinstance(error, OSError | RelaxError):
         return text, 0
-    # Libraries have words of their own, or none at all, for a disk that takes nothing.
+    # Errors of libraries may not say that the disk is full, so a file is written to find out.
+    number = 0
     try:
-        number = probe_folder(folder).get("errno", errno.EIO if _TORN in text else 0)
-    except OSError as other:
-        number, text = 0, f"{folder}: {other.strerror} ({text})"
+        number = probe_folder(folder).get("errno", errno.EIO if _SHORT_WRITE in text else 0)
+    except OSError as probe_error:
+        text = f"{folder}: {probe_error.strerror} ({text})"
     return (f"{folder}: {os.strerror(number)}", number) if number else (text, 0)
 
 
-def _finish(partial: Path, directory: Path, files: dict[str, str], about: dict[str, Any]) -> str:
-    write_json(partial / MARKER, {"format": FORMAT_VERSION, "files": files, **about}, sync=True)
-    digest = digest_of(partial / MARKER)
+def _finish(
+    partial: Path, directory: Path, files: dict[str, str], description: dict[str, Any]
+) -> str:
+    """Write the marker, and rename the directory. Returns the digest of the marker."""
+    marker = {"format": FORMAT_VERSION, "files": files, **description}
+    write_json(partial / MARKER, marker, sync=True)
+    digest = marker_digest(partial / MARKER)
     partial.rename(directory)
     try:
         sync_directory(directory.parent)
     except OSError:
-        # It is written again, and nothing is ever overwritten.
+        # The save is tried again, and it never overwrites a directory.
         directory.rename(partial)
         raise
     return digest
 
 
-def _begin(directory: Path, partial: Path) -> None:
+def _create(directory: Path, partial: Path) -> None:
+    """Create an empty ``partial`` directory."""
     if directory.exists():
-        raise CheckpointError(f"{directory}: is there already; a checkpoint is never overwritten")
+        raise CheckpointError(f"{directory}: exists already; a checkpoint is never overwritten")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

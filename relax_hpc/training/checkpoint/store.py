@@ -1,9 +1,9 @@
 """Checkpoints: megatron-core's sharded state of model and optimizer, random states, and a marker
-written last.
+that is written last.
 
-A checkpoint is a directory that appears by rename. Its COMPLETE.json holds the checksum (XXH3, 128
-bits) of every other file and the caller's `meta`; a checkpoint without it, or with a file that
-differs from it, is never loaded. `saver` writes them.
+A checkpoint is a directory that appears by rename. Its marker COMPLETE.json has the checksum (XXH3,
+128 bits) of every other file, and the caller's `meta`. A checkpoint is loaded only if it has a
+marker and all files match it. `saver` writes checkpoints.
 """
 
 from __future__ import annotations
@@ -34,68 +34,69 @@ FORMAT_VERSION = 2
 MARKER = "COMPLETE.json"
 _PIECE_BYTES = 4 << 20
 _SHARDING = "fully_reshardable"
-_NEW = torch.zeros(())
-_FORMERLY = {"actor.optimizer.states": "float32"}
-"""Settings of checkpoints that were saved before there was a choice."""
-_OWNED = re.compile(r"__(\d+)_\d+\.distcp$|random-(\d+)\.safetensors$")
-"""Files that each rank writes; all others are rank 0's."""
+_NO_STEPS = torch.zeros(())
+_DEFAULTS = {"actor.optimizer.states": "float32"}
+"""Settings of checkpoints that were saved before these settings existed."""
+_RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp$|random-(\d+)\.safetensors$")
+"""Names of files of each rank. Rank 0 writes all other files."""
 
 
 class CheckpointError(RelaxError):
-    """A checkpoint is incomplete, damaged or of another format; an older one may do."""
+    """A checkpoint is incomplete, damaged or of another format. An older one may be usable."""
 
 
 def load(
     directory: Path, trainer: Trainer, channel: RankChannel, digest: str | None = None
 ) -> dict[str, Any]:
-    """Verify `directory`, put its state into `trainer`, and return its meta. Collective.
+    """Verify `directory`, load its state into `trainer`, and return its meta. Collective.
 
-    Every file is checked against the marker, and the marker against `digest`, what was journaled,
-    if given. Another split over ranks than the one that saved is fine; random states are restored
-    only under the same split. CheckpointError, in every rank and before anything is changed, names
-    the file that is missing or damaged. ConfigError: the checkpoint is of another parameter type,
-    or its optimizer was sharded and this one is not (or the reverse).
+    Every file is compared with the marker, and the marker with the journaled `digest`, if given.
+    The split over ranks may differ from that of the save; random states are then not restored.
+    CheckpointError, on every rank and before any change, names the missing or damaged file.
+    ConfigError: the checkpoint has another parameter type, or only one of both optimizers is
+    sharded.
     """
     marker = channel.broadcast(_read_marker(directory, digest) if channel.rank == 0 else None)
     _check_marker(directory, marker, trainer)
-    gathered = channel.gather(
-        checksums_of(directory, sorted(marker["files"])[channel.rank :: channel.size])
-    )
-    _check_files(directory, marker, channel.broadcast(joined(gathered)))
+    # Each rank reads a part of the files.
+    names = sorted(marker["files"])[channel.rank :: channel.size]
+    gathered = channel.gather(checksums_of(directory, names))
+    _check_files(directory, marker, channel.broadcast(merge_checksums(gathered)))
     _load_state(directory, trainer)
-    if marker["layout"] == layout_of(trainer):
+    if marker["layout"] == layout_sizes(trainer):
         load_random_state(directory / random_file(channel.rank))
     return marker["meta"]
 
 
 def remove_others(root: Path, keep: Collection[str], incarnation: int, role: str = "") -> list[str]:
-    """Delete every checkpoint of `role` (see `checkpoint_name`) in `root`, partial ones too, whose
-    name is not in `keep`, nor of a later incarnation than `incarnation`; the names deleted. What
-    cannot be deleted stays.
+    """Delete the checkpoints of `role` (see `checkpoint_name`) in `root` that are not in `keep`.
 
-    Each loses its marker first, so that an interrupted deletion leaves nothing that looks whole.
+    Partial checkpoints are deleted too; those of incarnations after `incarnation` stay. Returns the
+    names of the deleted directories. The marker is deleted first, so that an interrupted deletion
+    leaves no checkpoint that looks complete. A directory that cannot be deleted stays.
     """
-    doomed = sorted(path for path in root.iterdir() if path.is_dir() and path.name not in keep)
-    own = re.compile(rf"\.?{re.escape(role + '-' if role else '')}i(\d{{6}})-")
-    mine = [
-        path for path in doomed if (found := own.match(path.name)) and int(found[1]) <= incarnation
-    ]
-    for path in mine:
+    pattern = re.compile(rf"\.?{re.escape(role + '-' if role else '')}i(\d{{6}})-")
+    deleted = []
+    for path in sorted(path for path in root.iterdir() if path.is_dir()):
+        match = pattern.match(path.name)
+        if path.name in keep or match is None or int(match[1]) > incarnation:
+            continue
         with contextlib.suppress(OSError):
             (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in mine]
+        deleted.append(path.name)
+    return deleted
 
 
 def _read_marker(directory: Path, digest: str | None) -> dict[str, Any]:
-    """The marker, or {"error": why not}, so that rank 0 can tell the others."""
+    """The marker, or {"error": reason}, which rank 0 can send to the other ranks."""
     path = directory / MARKER
     try:
         marker = read_json_object(path, "take an older checkpoint", is_optional=True)
     except ConfigError as error:
         return {"error": str(error)}
     if not marker:
-        # It is written last.
+        # The marker is written last.
         return {
             "error": f"{path}: missing or empty, so the save did not finish; take an older "
             "checkpoint"
@@ -104,7 +105,7 @@ def _read_marker(directory: Path, digest: str | None) -> dict[str, Any]:
         return {
             "error": f"{path}: not a marker of format {FORMAT_VERSION}, which this version reads"
         }
-    if digest is not None and digest_of(path) != digest:
+    if digest is not None and marker_digest(path) != digest:
         return {
             "error": f"{path}: not the marker that was recorded for this checkpoint; take an "
             "older one"
@@ -118,83 +119,88 @@ def _check_marker(directory: Path, marker: dict[str, Any], trainer: Trainer) -> 
     if marker["optimizer"] is None:
         raise ConfigError(
             f"{directory}: a converted model, without optimizer; convert it to Hugging Face and "
-            "start there"
+            "start from that directory"
         )
-    for key, wanted in optimizer_of(trainer).items():
-        saved = marker["optimizer"].get(key, _FORMERLY.get(key))
-        if saved != wanted:
+    for key, present in optimizer_settings(trainer).items():
+        saved = marker["optimizer"].get(key, _DEFAULTS.get(key))
+        if saved != present:
             raise ConfigError(
-                f"{directory / MARKER}: saved with {key} {saved}, the run has {wanted}; "
-                "resume with the setting it was saved with"
+                f"{directory / MARKER}: saved with {key} {saved}, the run has {present}; "
+                "resume with the saved setting"
             )
 
 
-def _check_files(directory: Path, marker: dict[str, Any], found: dict[str, str]) -> None:
-    for name, digest in marker["files"].items():
-        if not found[name]:
+def _check_files(directory: Path, marker: dict[str, Any], checksums: dict[str, str]) -> None:
+    for name, expected in marker["files"].items():
+        if not checksums[name]:
             raise CheckpointError(
                 f"{directory / name}: missing, or cannot be read; take an older checkpoint"
             )
-        if found[name] != digest:
+        if checksums[name] != expected:
             raise CheckpointError(
                 f"{directory / name}: damaged (its checksum differs); take an older checkpoint"
             )
 
 
-def files_of(directory: Path, rank: int) -> list[str]:
-    """Files that ``rank`` has written into a checkpoint; its own node knows of them, whatever
-    others have seen."""
-    names = sorted(path.name for path in directory.iterdir())
-    owners = [_OWNED.match(name) for name in names]
-    return [
-        name
-        for name, found in zip(names, owners, strict=True)
-        if int(found[1] or found[2] if found else 0) == rank
-    ]
+def rank_files(directory: Path, rank: int) -> list[str]:
+    """Files that ``rank`` has written into a checkpoint.
+
+    Each rank lists its own files, because other nodes may not see them yet on a shared file system.
+    """
+    names = []
+    for name in sorted(path.name for path in directory.iterdir()):
+        match = _RANK_FILE.match(name)
+        owner = int(match[1] or match[2]) if match else 0
+        if owner == rank:
+            names.append(name)
+    return names
 
 
 def checksums_of(directory: Path, names: Sequence[str], sync: bool = False) -> dict[str, str]:
-    """The checksums of files by name; "" of one that is missing or cannot be read. Synced too if
-    asked."""
-    found = {}
+    """Checksums of files by name; "" if a file is missing or cannot be read. ``sync``: also sync
+    the files to disk."""
+    checksums = {}
     for name in names:
-        found[name] = checksum(directory / name)
+        checksums[name] = checksum(directory / name)
         if sync:
             sync_directory(directory / name)
-    return found
+    return checksums
 
 
-def joined(found: Sequence[dict[str, str]] | None) -> dict[str, str]:
-    """The checksums that all ranks have found; none where they were not gathered."""
-    return {name: sum_ for mine in found or [] for name, sum_ in mine.items()}
+def merge_checksums(gathered: Sequence[dict[str, str]] | None) -> dict[str, str]:
+    """Checksums of all ranks; empty on ranks that have not ``gathered`` them."""
+    merged: dict[str, str] = {}
+    for checksums in gathered or []:
+        merged |= checksums
+    return merged
 
 
 def checksum(path: Path) -> str:
     """XXH3, 128 bits in hex, of the file's bytes; "" if it is missing or cannot be read."""
     try:
         with open_regular(path) as file:
-            found = xxhash.xxh3_128()
+            state = xxhash.xxh3_128()
             while piece := file.read(_PIECE_BYTES):
-                found.update(piece)
-            return found.hexdigest()
+                state.update(piece)
+            return state.hexdigest()
     except OSError:
         return ""
 
 
-def digest_of(marker: Path) -> str:
-    """SHA-256 of a marker: what is journaled."""
+def marker_digest(marker: Path) -> str:
+    """SHA-256 of a marker, which is journaled."""
     return hashlib.sha256(marker.read_bytes()).hexdigest()
 
 
-def layout_of(trainer: Trainer) -> list[int]:
-    """Sizes of the layout by which random states can be restored."""
+def layout_sizes(trainer: Trainer) -> list[int]:
+    """Sizes of the parallel layout. Random states are restored only if they are equal."""
     layout = trainer.model.layout
     sizes = [layout.tensor_size, layout.pipeline_size, layout.data_size, layout.context_size]
-    # Those who deal out no experts resume what was saved before there was such a size.
+    # Older checkpoints lack the last size. They are compatible if experts are not distributed.
     return sizes if layout.expert_size == 1 else [*sizes, layout.expert_size]
 
 
-def optimizer_of(trainer: Trainer) -> dict[str, Any]:
+def optimizer_settings(trainer: Trainer) -> dict[str, Any]:
     """Settings that the stored optimizer state depends on, by configuration key."""
     return {
         "model.dtype": str(trainer.model.dtype).removeprefix("torch."),
@@ -211,58 +217,59 @@ def random_file(rank: int) -> str:
 def _load_state(directory: Path, trainer: Trainer) -> None:
     from megatron.core import dist_checkpointing
 
-    mine = sharded_state(trainer, loading=True)
-    # Experts that are dealt out have a part of the optimizer by themselves. What is not sharded is
-    # of the parts that were saved, so it is kept apart from those that there are now.
-    found = dist_checkpointing.load(
-        {"model": mine["model"], "parts": mine["optimizer"]}, str(directory)
+    state = sharded_state(trainer, loading=True)
+    # With expert parallelism, experts have a separate chained optimizer. The values of "optimizer"
+    # that are not sharded follow the optimizers of the save. A separate key keeps them apart from
+    # the present optimizers.
+    loaded = dist_checkpointing.load(
+        {"model": state["model"], "parts": state["optimizer"]}, str(directory)
     )
-    trainer.model.module.load_state_dict(found["model"])
-    parts, own = found["parts"], trainer.optimizer.chained_optimizers
-    for part, one in zip([parts] if len(own) == 1 else parts.values(), own, strict=True):
-        _complete(part, one.state_dict(), _steps(found["optimizer"]))
-    trainer.optimizer.load_state_dict(parts)
+    trainer.model.module.load_state_dict(loaded["model"])
+    states, optimizers = loaded["parts"], trainer.optimizer.chained_optimizers
+    steps = _saved_steps(loaded["optimizer"])
+    by_optimizer = [states] if len(optimizers) == 1 else states.values()
+    for optimizer_state, optimizer in zip(by_optimizer, optimizers, strict=True):
+        _complete_state(optimizer_state, optimizer.state_dict(), steps)
+    trainer.optimizer.load_state_dict(states)
 
 
-def _steps(saved: Any) -> Tensor:
-    """Steps that the optimizer has taken, wherever ``saved`` says so: all parameters have as many.
-    None are not stored."""
-    inner = (
-        list(saved.values())
-        if isinstance(saved, dict)
-        else saved
-        if isinstance(saved, list)
-        else []
-    )
-    here = (
-        [saved[key] for key in ("common_step", "step") if key in saved]
-        if isinstance(saved, dict)
-        else []
-    )
-    return max(
-        (torch.as_tensor(one, dtype=torch.float32) for one in (*here, *map(_steps, inner))),
-        default=_NEW,
-    )
+def _saved_steps(saved: Any) -> Tensor:
+    """Number of steps of the optimizer, from any nested entry of ``saved``. All parameters have the
+    same number; 0 if none is stored."""
+    steps: list[Tensor] = []
+    nested: list[Any] = []
+    if isinstance(saved, dict):
+        steps = [
+            torch.as_tensor(saved[key], dtype=torch.float32)
+            for key in ("common_step", "step")
+            if key in saved
+        ]
+        nested = list(saved.values())
+    elif isinstance(saved, list):
+        nested = saved
+    steps += map(_saved_steps, nested)
+    return max(steps, default=_NO_STEPS)
 
 
-def _complete(part: dict[str, Any], now: dict[str, Any], steps: Tensor) -> None:
-    """Add to what was loaded of a ``part`` of the optimizer what is not sharded: its settings as
-    they are ``now``."""
-    inner, present = (
-        (part.setdefault("optimizer", {}), now["optimizer"]) if "optimizer" in now else (part, now)
-    )
+def _complete_state(loaded: dict[str, Any], present: dict[str, Any], steps: Tensor) -> None:
+    """Add the values that are not sharded to the ``loaded`` state of an optimizer, from its
+    ``present`` state."""
+    inner = loaded
+    if "optimizer" in present:
+        inner, present = loaded.setdefault("optimizer", {}), present["optimizer"]
     inner["param_groups"] = present["param_groups"]
     if "state" in inner:
         inner["state"]["common_step"] = steps
-    if "param_state" in part:
-        part["param_state_sharding_type"] = _SHARDING
+    if "param_state" in loaded:
+        loaded["param_state_sharding_type"] = _SHARDING
         for group in inner["param_groups"]:
             group["step"] = float(steps)
 
 
 def sharded_state(trainer: Trainer, loading: bool) -> dict[str, Any]:
-    """Model and optimizer as megatron-core describes them for a checkpoint. Collective."""
-    # The optimizer's state in the parameters' own shapes loads under every other split.
+    """megatron-core's sharded state of model and optimizer for a checkpoint. Collective."""
+    # This sharding type stores the optimizer's state in the shapes of the parameters, so that any
+    # other split can load it.
     metadata = {"distrib_optim_sharding_type": _SHARDING, "chained_optim_avoid_prefix": True}
     state = {"model": trainer.model.module.sharded_state_dict(prefix="")}
     state["optimizer"] = trainer.optimizer.sharded_state_dict(

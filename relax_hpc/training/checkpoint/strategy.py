@@ -1,15 +1,13 @@
-"""Writing of megatron-core's sharded state: copied by each rank at once, and put on disk in a
-thread.
+"""Writing of megatron-core's sharded state: each rank copies it, and a thread writes the copy.
 
-megatron-core's own writer forks processes and talks to them through a spawned manager that imports
-the program's main module again: seconds for each save of a small model. The files are the same, so
-its reader reads them.
+The writer of megatron-core 0.16.1 forks processes and uses a spawned manager, which imports the
+program's main module again. That takes seconds for each save of a small model. This writer creates
+the same files, which megatron-core's reader reads.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +41,14 @@ _ALIGNED = 64
 
 @dataclass(frozen=True, slots=True)
 class StagedState:
-    """A copy of what a rank saves, until the next one is made."""
+    """Copy of the state that a rank saves. It is valid until the next copy."""
 
     channel: RankChannel
     shards: dict[str, Any]
     common: dict[str, Any]
 
     def write_common(self, folder: Path) -> None:
-        """Write the part that is not sharded; by rank 0 alone."""
+        """Write the values that are not sharded. Only rank 0 calls it."""
         TorchCommonSaveStrategy("torch", 1).save_common(self.common, folder)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
@@ -65,58 +63,63 @@ class StagedState:
 
 
 class StateWriter:
-    """The torch_dist format, version 1, one file a rank; each shard once, data-parallel replicas
-    sharing the work."""
+    """Writer of the torch_dist format, version 1, with one file per rank.
+
+    Each shard is written once; data-parallel replicas share the work.
+    """
 
     def __init__(self, channel: RankChannel, copies: int, pinned: bool) -> None:
-        """``channel``: for the thread that writes. ``copies``: ranks with the same weights.
-        ``pinned``: what is copied comes from a GPU."""
+        """``channel``: of the writing thread. ``copies``: number of ranks with the same weights.
+        ``pinned``: whether the state is on a GPU."""
         self.channel, self.pinned = channel, pinned
-        self._room = torch.empty(0, dtype=torch.uint8)
-        self._coming: Future[torch.Tensor] | None = None
-        self._checked = False
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pending_memory: Future[torch.Tensor] | None = None
+        self._is_validated = False
         self._copier = Copier("checkpoint-copy")
         self._share: FullyParallelSaveStrategyWrapper | None = None
         if copies > 1:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            # Asked for the shares of the ranks alone; what it wraps never writes.
+            # Used only to distribute the shards over ranks; the wrapped strategy never writes.
             inner = TorchDistSaveShardedStrategy("torch_dist", 1)
             self._share = FullyParallelSaveStrategyWrapper(inner, group, do_cache_distribution=True)
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Begin to make the memory for copies of such a ``state``, in a thread: a first save that
-        had to would keep training for many times the copy. Collective."""
-        shards, _ = self._mine(state)
-        size = sum(map(_padded, _tensors(shards)))
-        # A thread would pin for GPU 0, and take memory there, unless told.
-        own = (
-            {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
-            if self.pinned
-            else {}
-        )
-        hand = ThreadPoolExecutor(1, "checkpoint-room", **own)
-        self._coming = hand.submit(allocate_host_memory, size, self.pinned, "checkpoint")
-        hand.shutdown(wait=False)
+        """Begin to allocate the memory for copies of such a ``state`` in a thread. Collective.
+
+        Allocating pinned memory takes many times as long as a copy. Without this call, training
+        would wait for it in the first save.
+        """
+        shards, _ = self._rank_shards(state)
+        size = sum(map(_padded_bytes, _tensors(shards)))
+        # A new thread has GPU 0 as current device, and would allocate memory there for pinning.
+        if self.pinned:
+            device = torch.cuda.current_device()
+            thread = ThreadPoolExecutor(
+                1, "checkpoint-room", initializer=torch.cuda.set_device, initargs=(device,)
+            )
+        else:
+            thread = ThreadPoolExecutor(1, "checkpoint-room")
+        self._pending_memory = thread.submit(allocate_host_memory, size, self.pinned, "checkpoint")
+        thread.shutdown(wait=False)
 
     def ready(self) -> None:
-        """Wait until the memory of copies is there. OSError: it cannot be had."""
-        if self._coming is not None:
-            self._room, self._coming = self._coming.result(), None
+        """Wait until the memory of copies is allocated. OSError: the node has too little."""
+        if self._pending_memory is not None:
+            self._memory, self._pending_memory = self._pending_memory.result(), None
 
     def stage(self, state: dict[str, Any]) -> StagedState:
-        """Copy what this rank saves of the sharded ``state``. Collective. The next call overwrites
-        the copy."""
-        shards, common = self._mine(state)
+        """Copy this rank's shards of ``state``. Collective. The next call overwrites the copy."""
+        shards, common = self._rank_shards(state)
         self._copy(_tensors(shards))
-        return StagedState(
-            self.channel, mcore_to_pyt_state_dict(shards, is_loading=False), copy.deepcopy(common)
-        )
+        torch_state = mcore_to_pyt_state_dict(shards, is_loading=False)
+        return StagedState(self.channel, torch_state, copy.deepcopy(common))
 
-    def _mine(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The shards by key that this rank saves of ``state``, and what is not sharded."""
-        # Who has which shard does not change from one save to the next.
-        sharded, common = save_preprocess(state, not self._checked)
-        self._checked = True
+    def _rank_shards(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The shards that this rank saves of ``state``, by key, and the values that are not
+        sharded."""
+        # The distribution of shards does not change between saves, so it is validated once.
+        sharded, common = save_preprocess(state, not self._is_validated)
+        self._is_validated = True
         if self._share is not None:
             self._share.apply_saving_parallelization(sharded)
         shards, _, _ = _replace_state_dict_keys_with_sharded_keys(
@@ -125,39 +128,46 @@ class StateWriter:
         return shards, common
 
     def _copy(self, tensors: list[ShardedTensor]) -> None:
-        """Replace the data of ``tensors`` by copies in one piece of memory, which is used again."""
+        """Replace the data of ``tensors`` by copies in one block of memory, which all saves use."""
         self.ready()
-        sizes = [one.data.nbytes for one in tensors]
-        padded = list(map(_padded, tensors))
-        if sum(padded) > len(self._room):
-            if self.pinned and len(self._room):
-                unpin_memory(self._room)
-            self._room = allocate_host_memory(sum(padded), self.pinned, "checkpoint")
-        ends = list(itertools.accumulate(padded, initial=0))
-        sources = [one.data.detach() for one in tensors]
-        rooms = [
-            self._room[at : at + size].view(source.dtype).view(source.shape)
-            for at, size, source in zip(ends, sizes, sources, strict=False)
-        ]
-        self._copy_all(sources, rooms)
-        for one, room in zip(tensors, rooms, strict=True):
-            one.data = room
+        needed = sum(map(_padded_bytes, tensors))
+        if needed > len(self._memory):
+            if self.pinned and len(self._memory):
+                unpin_memory(self._memory)
+            self._memory = allocate_host_memory(needed, self.pinned, "checkpoint")
+        sources = [tensor.data.detach() for tensor in tensors]
+        targets = []
+        start = 0
+        for tensor, source in zip(tensors, sources, strict=True):
+            memory = self._memory[start : start + source.nbytes]
+            targets.append(memory.view(source.dtype).view(source.shape))
+            start += _padded_bytes(tensor)
+        self._copy_all(sources, targets)
+        for tensor, target in zip(tensors, targets, strict=True):
+            tensor.data = target
 
-    def _copy_all(self, sources: list[torch.Tensor], rooms: list[torch.Tensor]) -> None:
-        pairs = list(zip(sources, rooms, strict=True))
-        for source, room in pairs:
+    def _copy_all(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        host_sources: list[torch.Tensor] = []
+        host_targets: list[torch.Tensor] = []
+        for source, target in zip(sources, targets, strict=True):
             if source.is_cuda:
-                room.copy_(source, non_blocking=True)
-        # Offloaded states, and what was gathered, are in host memory: beside what the GPU copies.
-        here = [(source, room) for source, room in pairs if not source.is_cuda]
-        self._copier.copy([source for source, _ in here], [room for _, room in here])
+                target.copy_(source, non_blocking=True)
+            else:
+                host_sources.append(source)
+                host_targets.append(target)
+        # Offloaded and gathered states are in host memory. Threads copy them while the GPU copies.
+        self._copier.copy(host_sources, host_targets)
         if self.pinned:
             torch.cuda.current_stream().synchronize()
 
 
 def _tensors(shards: dict[str, Any]) -> list[ShardedTensor]:
-    return [one for found in shards.values() for one in found if isinstance(one, ShardedTensor)]
+    """All tensors of ``shards``, a list of values per key."""
+    tensors: list[ShardedTensor] = []
+    for values in shards.values():
+        tensors += (value for value in values if isinstance(value, ShardedTensor))
+    return tensors
 
 
-def _padded(one: ShardedTensor) -> int:
-    return -(-one.data.nbytes // _ALIGNED) * _ALIGNED
+def _padded_bytes(tensor: ShardedTensor) -> int:
+    return -(-tensor.data.nbytes // _ALIGNED) * _ALIGNED

@@ -1,1 +1,1 @@
-"""Emulation: what megatron-core and torch.distributed need in order to run without a GPU."""
+"""Emulation for CPUs: replacements that megatron-core and torch.distributed need without a GPU."""

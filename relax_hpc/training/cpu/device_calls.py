@@ -1,8 +1,7 @@
-"""Lets megatron-core run on the CPU: device calls that it makes unconditionally are redirected.
+"""Redirections of the CUDA calls of megatron-core 0.16.1, so that it runs on the CPU.
 
-For processes that were asked to compute on the CPU, whatever GPUs they could see; one that computes
-on a GPU is never touched. `install` comes before anything else imports megatron-core, and once is
-enough.
+They are for processes whose setting is the CPU, even if they could see a GPU. A process on a GPU
+never uses them. Call `install` before the first import of megatron-core.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 
+_torch: Any = torch
+"""torch without types, because this module replaces its functions by others."""
 _CPU = torch.device("cpu")
 _FACTORIES = frozenset(
     (
@@ -65,36 +66,36 @@ def install() -> None:
 
 
 def _hide_devices() -> None:
-    # Without it: where a GPU can be seen, megatron-core and whatever asks "is there one?" put
-    # tensors on it.
-    torch.cuda.is_available = lambda: False
-    torch.cuda.device_count = lambda: 0
+    # Without it: if a GPU is visible, megatron-core and other libraries allocate tensors on it.
+    _torch.cuda.is_available = lambda: False
+    _torch.cuda.device_count = lambda: 0
 
 
 def _import_without_compiler() -> None:
-    # Without it: megatron-core wraps functions in torch.compile as it is imported, which loads the
+    # Without it: megatron-core wraps functions in torch.compile during its import, which loads the
     # compiler (1.3 s).
     original = torch.compile
-    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
+    _torch.compile = lambda model=None, **_: model or (lambda function: function)
     try:
         importlib.import_module("megatron.core")
     finally:
-        torch.compile = original
+        _torch.compile = original
 
 
 def _optimize_without_compiler() -> None:
-    # Without it: the first optimizer, and its first step, load the compiler, only to say what is
-    # not to be compiled (0.5 s of every start).
+    # Without it: the first optimizer and its first step load the compiler, only to exclude their
+    # methods from compilation (0.5 s of every start; torch 2.13).
     for method in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
         original = inspect.unwrap(getattr(torch.optim.Optimizer, method))
         original.__dict__.setdefault("__dynamo_disable", original)
-    for optimizer in (torch.optim.Adam, torch.optim.SGD):
-        optimizer.step = torch.no_grad()(inspect.unwrap(optimizer.step))  # type: ignore[method-assign]
+    for optimizer in (_torch.optim.Adam, _torch.optim.SGD):
+        unwrapped = torch.no_grad()(inspect.unwrap(optimizer.step))
+        optimizer.step = unwrapped
 
 
 def _redirect_current_device() -> None:
     # Without it: rotary embeddings, gradient buffers and tensor-parallel gathers allocate on CUDA.
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+    _torch.cuda.current_device = lambda: _CPU
 
 
 def _redirect_random_state() -> None:
@@ -102,39 +103,39 @@ def _redirect_random_state() -> None:
     # is not added").
     from megatron.core.tensor_parallel import random
 
-    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[assignment]
-    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[assignment]
-    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)  # type: ignore[assignment]
+    _torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    _torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    _torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 class _NullStream:
-    """A stream or event on a device where everything is already in order."""
+    """Stream or event of a device that executes all work in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        # A stream's `record_event` gives something to wait for.
+        # The result of `record_event` must have methods too.
         return lambda *_, **__: self
 
 
 def _redirect_streams() -> None:
-    # Without it: pipeline exchange and checkpointing synchronise a device that is not there.
-    torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda *_, **__: _NullStream()  # type: ignore[assignment]
-    torch.cuda.Stream = torch.cuda.Event = _NullStream  # type: ignore[assignment,misc]
-    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
+    # Without it: pipeline exchange and checkpointing synchronize a missing device.
+    _torch.cuda.synchronize = lambda *_, **__: None
+    _torch.cuda.current_stream = _torch.cuda.default_stream = lambda *_, **__: _NullStream()
+    _torch.cuda.Stream = _torch.cuda.Event = _NullStream
+    _torch.cuda.stream = lambda _: contextlib.nullcontext()
 
 
 def _redirect_moves() -> None:
     # Without it: the distributed optimizer cannot gather its state for a checkpoint.
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment]
+    _torch.Tensor.cuda = lambda self, *_, **__: self
 
 
 def _redirect_expert_splits() -> None:
-    # Without it: the exchange between expert-parallel ranks is told its sizes by a tensor, which it
+    # Without it: the exchange between expert-parallel ranks gets its sizes as a tensor, which it
     # cannot iterate.
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -155,11 +156,12 @@ def _redirect_type_names() -> None:
             return result
         return result.replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.type = type_name  # type: ignore[assignment]
+    _torch.Tensor.type = type_name
 
 
 class _TorchOnCpu:
-    """Stands for `torch` inside one module: factories ignore device="cuda" and pinned memory."""
+    """Replacement of `torch` inside one module. Its factories ignore device="cuda" and pinned
+    memory."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
@@ -177,7 +179,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _redirect_device_literals() -> None:
-    # Without it: schedules, loss scale and found-inf tensors are made with device="cuda" written
-    # out.
+    # Without it: schedules, loss scale and found-inf tensors are created with the literal
+    # device="cuda".
     for name in _MODULES_WITH_CUDA_LITERALS:
         importlib.import_module(name).torch = _TorchOnCpu()  # type: ignore[attr-defined]

@@ -1,16 +1,15 @@
-"""torch.distributed in a process that is its group's only rank: no socket, and collectives that
-copy.
+"""torch.distributed for a group of one rank: no socket, and collectives that copy.
 
-gloo would open a listening port for each of megatron-core's two dozen groups, and NCCL one. The
-backend `fake` of torch opens none, but not in every release do its collectives copy: those of torch
-2.11 leave the outputs of gather, scatter, reduce_scatter and all_to_all unwritten.
+gloo would open a listening port for each of megatron-core's two dozen groups, NCCL one in total.
+torch's backend `fake` opens no port, but in some releases its collectives do not copy: in torch
+2.11, gather, scatter, reduce_scatter and all_to_all do not write their outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +17,26 @@ from torch import Tensor
 
 from relax_hpc.base.errors import ConfigError
 
+if TYPE_CHECKING:
+    # torch's stubs declare overloads and parameter names that one method per collective cannot
+    # have, so the type checker does not see the base class.
+    _ProcessGroup = Any
+else:
+    _ProcessGroup = dist.ProcessGroup
+
 BACKEND = "alone"
 
 
 def initialize(timeout: timedelta) -> None:
-    """Make the default group, of this process alone. ConfigError: this torch has collectives that
-    do not copy."""
+    """Create the default group with this process as its only rank. ConfigError: collectives of this
+    torch do not copy."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             BACKEND, SingleRankGroup, extended_api=True, devices=["cpu", "cuda"]
         )
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    if wrong := wrong_collectives():
+    wrong = wrong_collectives()
+    if wrong:
         names = ", ".join(wrong)
         raise ConfigError(
             f"torch {torch.__version__}: {names} of one rank give wrong values; install the "
@@ -37,11 +44,11 @@ def initialize(timeout: timedelta) -> None:
         )
 
 
-class SingleRankGroup(dist.ProcessGroup):
-    """A group of one rank, whose collectives copy their input, on the current stream of its device.
+class SingleRankGroup(_ProcessGroup):
+    """A group of one rank. Its collectives copy their input on the current stream of its device.
 
-    torch calls these methods. The names that begin with an underscore, `alltoall_base` and those
-    that end with `tensor_coalesced` are the ones of releases before torch 2.13.
+    torch calls these methods. Releases before torch 2.13 use the names that begin with an
+    underscore, `alltoall_base`, and the names that end with `tensor_coalesced`.
     """
 
     def __init__(self, creation: Any, options: Any) -> None:
@@ -51,7 +58,8 @@ class SingleRankGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """Name in torch's table of groups. torch keeps it in a backend, and this group has none."""
+        """Name in torch's table of groups. torch's property reads it from a backend, which this
+        group does not have."""
         return self._name
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -109,7 +117,7 @@ class SingleRankGroup(dist.ProcessGroup):
         source_sizes: Any = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Copy ``source`` to ``output``: the only part of each, whatever its size."""
+        """Copy ``source`` to ``output``. With one rank, each has one part of any size."""
         return _copy([output], [source])
 
     alltoall_base = all_to_all_single
@@ -121,72 +129,77 @@ class SingleRankGroup(dist.ProcessGroup):
         return _finished()
 
     def getBackendName(self) -> str:
-        """Name of the backend, by which torch calls it in messages."""
+        """Name of the backend in torch's messages."""
         return BACKEND
 
 
 def _copy(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dist.Work:
     for output, source in zip(outputs, inputs, strict=True):
-        # Collectives write their outputs behind autograd's back; their shapes may differ.
+        # Detached, because collectives are invisible to autograd. The shapes may differ.
         output.detach().view(-1).copy_(source.detach().reshape(-1))
     return _finished()
 
 
 def _finished() -> dist.Work:
-    """A handle of work that is done."""
+    """Handle of completed work."""
     done: torch.futures.Future[None] = torch.futures.Future()
     done.set_result(None)
-    return torch._C._distributed_c10d._create_work_from_future(done)
+    # torch's stubs lack this function.
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._create_work_from_future(done)
 
 
 def wrong_collectives(device: str = "cpu") -> list[str]:
-    """Names of the collectives whose results differ from their input; each takes a few
+    """Names of the collectives whose results differ from their input. Each takes a few
     microseconds."""
     values = torch.arange(1.0, 5.0, device=device)
-    calls: dict[str, Any] = {
+    gather_single = _newest("all_gather_single", "all_gather_into_tensor")
+    scatter_single = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+    calls: dict[str, Callable[[Tensor], Any]] = {
         "all_reduce": lambda out: dist.all_reduce(out.copy_(values)),
         "reduce": lambda out: dist.reduce(out.copy_(values), 0),
         "broadcast": lambda out: dist.broadcast(out.copy_(values), 0),
         "all_gather": lambda out: dist.all_gather([out], values),
-        "all_gather_single": lambda out: _newer("all_gather_single", "all_gather_into_tensor")(
-            out, values
-        ),
+        "all_gather_single": lambda out: gather_single(out, values),
         "gather": lambda out: dist.gather(values, [out], 0),
         "scatter": lambda out: dist.scatter(out, [values], 0),
         "reduce_scatter": lambda out: dist.reduce_scatter(out, [values]),
-        "reduce_scatter_single": lambda out: _newer(
-            "reduce_scatter_single", "reduce_scatter_tensor"
-        )(out, values),
+        "reduce_scatter_single": lambda out: scatter_single(out, values),
         "all_to_all": lambda out: dist.all_to_all([out], [values]),
         "all_to_all_single": lambda out: dist.all_to_all_single(out, values),
     }
     wrong = []
     for name, call in calls.items():
-        call(out := torch.zeros_like(values))
+        out = torch.zeros_like(values)
+        call(out)
         if not torch.equal(out, values):
             wrong.append(name)
     return wrong
 
 
-def _newer(name: str, older: str) -> Any:
-    return getattr(dist, name, None) or getattr(dist, older)
+def _newest(name: str, older_name: str) -> Callable[..., Any]:
+    """A collective by its name in torch 2.13, or by its name in earlier releases."""
+    return getattr(dist, name, None) or getattr(dist, older_name)
 
 
 def use_one_backend() -> None:
-    """Make all of megatron-core's groups of one kind, except of real ranks.
+    """Make megatron-core create all its groups with the backend of the default group, except with
+    gloo and NCCL.
 
-    It asks for gloo groups besides the others, to send from the host. Where the default group opens
-    no socket, neither do they.
+    megatron-core 0.16.1 creates gloo groups besides the others, to send from the host. They would
+    open sockets, while the default group of one rank opens none.
     """
     from megatron.core import parallel_state
 
-    create = parallel_state.create_group
+    original: Any = parallel_state.create_group
+    if hasattr(original, "uses_one_backend"):
+        return
 
     def create_group(*args: Any, **kwargs: Any) -> Any:
         if dist.get_backend() not in ("gloo", "nccl"):
             kwargs.pop("backend", None)
-        return create(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    if not hasattr(create, "alike"):
-        create_group.alike = True
-        parallel_state.create_group = create_group
+    replacement: Any = create_group
+    replacement.uses_one_backend = True
+    parallel_state.create_group = replacement

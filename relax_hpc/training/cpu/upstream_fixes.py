@@ -1,7 +1,7 @@
-"""Corrections of megatron-core bugs that appear on every device when Transformer Engine and Apex
-are absent.
+"""Corrections of bugs of megatron-core 0.16.1 that appear on every device without Transformer
+Engine and Apex.
 
-Each looks for its bug first, so that a release without it is left alone.
+Each correction first checks for its bug, so that it does not change a release without the bug.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _define_router_gemm() -> None:
 
 
 def _recompute_norms_without_fp8() -> None:
-    # Without it: NameError on FP8GlobalStateManager when norms are recomputed, as `fp8=False` is
-    # taken for true.
+    # Without it: NameError on FP8GlobalStateManager when norms are recomputed, because the class
+    # treats `fp8=False` as true.
     from megatron.core.tensor_parallel import random
 
     original = random.CheckpointWithoutOutput.__init__
@@ -83,8 +83,8 @@ def _skip_step_when_loading_shards() -> None:
 
 
 def _give_each_parameter_its_step() -> None:
-    # Without it: after a resume all parameters share one step tensor, and Adam advances it once a
-    # parameter.
+    # Without it: after a resume all parameters share one step tensor, which Adam increments once
+    # per parameter.
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original: Callable[[Any, Any], None] = DistributedOptimizer.load_state_dict
@@ -102,9 +102,9 @@ def _give_each_parameter_its_step() -> None:
 
 
 def _keep_padding_between_buckets() -> None:
-    # Without it: in a checkpoint of a distributed optimizer with several buckets, as where stages
-    # of a pipeline share the embedding, states are those of other parameters. Padding between
-    # buckets is left out, and counted in the places by which they are cut.
+    # Without it: a checkpoint of a distributed optimizer with several buckets contains states of
+    # wrong parameters. An example are pipeline stages that share the embedding. Padding between
+    # buckets is left out of the state, but counted in the offsets by which the state is cut.
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer.get_parameter_state_dp_zero

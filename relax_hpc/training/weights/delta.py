@@ -1,8 +1,8 @@
-"""AnchorDeltas of a record against an older one: changed blocks, as differences that compress well.
+"""Deltas of a record against an older record: the changed blocks, in a form that compresses well.
 
-A step at a small learning rate changes few bfloat16 weights, and of those the low byte: the
-exclusive or of old and new is nearly all zeros, more so with the first bytes of all numbers
-together, then the second ones.
+A step at a small learning rate changes few bfloat16 weights, mostly in their low byte. So the
+exclusive or of old and new is nearly all zeros. It compresses better if the first bytes of all
+numbers come first, then the second bytes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _LEVEL = 1
 
 
 class AnchorDeltas:
-    """One actor rank's: keeps a copy of the last anchor, and offers what differs from it beside
-    each whole version."""
+    """Deltas of one actor rank: it stores a copy of the last anchor, and offers the differences of
+    each later version in addition to the whole version."""
 
     def __init__(
         self, pool: SlabPool, ring: SlabRing, tensors: Mapping[str, TensorInfo], every: int
     ) -> None:
-        """``every``: versions from one anchor to the next; 0: there are none."""
+        """``every``: number of versions from one anchor to the next; 0: no anchors."""
         self.every, self.anchor = every, Version(0, 0)
         self.bytes = self.whole_bytes = 0
-        """Bytes of the deltas offered so far, and of the records that they stand for."""
+        """Bytes of all deltas so far, and of the records that they replace."""
         self._ring = ring
         self._copy = pool.take(max(1, ring.bytes)).memory if every else memoryview(b"")
         self._items = [
@@ -44,56 +44,51 @@ class AnchorDeltas:
         ]
 
     def add(self, version: Version, slab: int, chunks: Sequence[Chunk]) -> tuple[list[Chunk], str]:
-        """Chunks with their deltas, and the anchor; "" without."""
+        """Chunks of a version with their deltas, and the name of the anchor; "" without anchors."""
         if not self.every:
             return list(chunks), ""
-        if (
-            version.incarnation != self.anchor.incarnation
-            or version.number - self.anchor.number >= self.every
-        ):
+        is_same_incarnation = version.incarnation == self.anchor.incarnation
+        if not is_same_incarnation or version.number - self.anchor.number >= self.every:
             self.anchor = version
             for index, (begin, end, _) in enumerate(self._ring.chunks):
                 self._copy[begin:end] = self._ring.record(slab, index)
             return list(chunks), str(version)
-        return [self._with_delta(index, slab, chunk) for index, chunk in enumerate(chunks)], str(
-            self.anchor
-        )
+        with_deltas = [self._with_delta(index, slab, chunk) for index, chunk in enumerate(chunks)]
+        return with_deltas, str(self.anchor)
 
     def _with_delta(self, index: int, slab: int, chunk: Chunk) -> Chunk:
         begin, end, _ = self._ring.chunks[index]
         data = encode(self._copy[begin:end], self._ring.record(slab, index), self._items[index])
-        self.bytes, self.whole_bytes = self.bytes + len(data), self.whole_bytes + chunk.bytes
+        self.bytes += len(data)
+        self.whole_bytes += chunk.bytes
         if len(data) >= chunk.bytes:
             return chunk
         name = f"{chunk.name}-delta"
-        offers = self._ring.offer_beside(slab, name, data)
+        offers = self._ring.offer_extra(slab, name, data)
         return replace(chunk, delta=Delta(name, len(data), checksum(data), offers))
 
 
 def encode(old: memoryview, new: memoryview, item: int) -> bytes:
-    """Delta of ``new`` against ``old``, records of the same size whose numbers have ``item`` bytes:
-    1, 2, 4 or 8."""
+    """Delta of ``new`` against ``old``, records of the same size. Their numbers have ``item``
+    bytes: 1, 2, 4 or 8."""
     import zstandard
 
     if len(old) != len(new):
         raise ValueError(
-            f"delta: found records of {len(old)} and {len(new)} bytes, allowed: equal ones"
+            f"delta: found records of {len(old)} and {len(new)} bytes, allowed: equal sizes"
         )
-    one, other = _blocks(old), _blocks(new)
-    changed = (one != other).any(axis=1)
-    difference = one[changed] ^ other[changed]
+    old_blocks, new_blocks = _blocks(old), _blocks(new)
+    changed = (old_blocks != new_blocks).any(axis=1)
+    difference = old_blocks[changed] ^ new_blocks[changed]
     planes = difference.reshape(-1, item).T.tobytes()
+    head = _HEAD.pack(_MAGIC, len(new), item, int(changed.sum()))
     body = zstandard.ZstdCompressor(level=_LEVEL).compress(planes)
-    return (
-        _HEAD.pack(_MAGIC, len(new), item, int(changed.sum()))
-        + np.packbits(changed).tobytes()
-        + body
-    )
+    return head + np.packbits(changed).tobytes() + body
 
 
 def apply(old: bytearray, delta: memoryview) -> None:
-    """Turn ``old`` into what ``delta`` was made of. Applied twice, it gives the old again.
-    ValueError: it is none."""
+    """Change ``old`` in place to the record that ``delta`` encodes. Applying it twice restores the
+    old record. ValueError: it is not a delta of such a record."""
     import zstandard
 
     if len(delta) < _HEAD.size:
@@ -119,12 +114,13 @@ def apply(old: bytearray, delta: memoryview) -> None:
     difference = np.frombuffer(planes, np.uint8).reshape(item, -1).T.reshape(count, BLOCK_BYTES)
     record = np.frombuffer(old, np.uint8)
     for number, block in zip(changed, difference, strict=True):
-        room = record[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-        room ^= block[: len(room)]
+        target = record[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+        target ^= block[: len(target)]
 
 
 def _blocks(record: memoryview) -> np.ndarray:
-    """[blocks, BLOCK_BYTES] uint8, zeros behind the end; a copy only if there have to be some."""
+    """[blocks, BLOCK_BYTES] uint8, padded with zeros. It copies only if padding is needed."""
     array = np.frombuffer(record, np.uint8)
-    array = np.pad(array, (0, -len(array) % BLOCK_BYTES)) if len(array) % BLOCK_BYTES else array
+    if len(array) % BLOCK_BYTES:
+        array = np.pad(array, (0, -len(array) % BLOCK_BYTES))
     return array.reshape(-1, BLOCK_BYTES)

@@ -1,5 +1,4 @@
-"""Form of a model in the files of its versions, where that is not a tensor for each that is
-published."""
+"""Form of a model in the files of its versions, if it differs from the tensors in memory."""
 
 from __future__ import annotations
 
@@ -14,15 +13,13 @@ class FileForm:
     """Form of the files of a family."""
 
     holders: Mapping[str, TensorInfo] = field(default_factory=dict)
-    """Tensors that hold several of a version's, by name."""
+    """Tensors of files that hold several tensors of a version, by name."""
     inside: Mapping[str, InnerTensor] = field(default_factory=dict)
-    """Places of those that lie in one of them, by name."""
+    """Tensors of a version inside of a holder, by name."""
     untrained: Sequence[str] = ()
-    """Beginnings of the names of tensors of a run's model that are not trained, and are in files of
-    versions too."""
+    """Prefixes of the names of untrained tensors. The files of versions contain these too."""
 
-    def stored(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """Tensors of files of a version that has ``tensors``."""
-        return {
-            name: one for name, one in tensors.items() if name not in self.inside
-        } | self.holders
+    def stored_tensors(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Tensors in the files of a version with ``tensors``."""
+        single = {name: info for name, info in tensors.items() if name not in self.inside}
+        return {**single, **self.holders}

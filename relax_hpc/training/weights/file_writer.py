@@ -1,5 +1,5 @@
-"""The files of a version, written by all actor ranks while the next versions are trained and
-published."""
+"""Writer of the files of a version. All actor ranks write them while the next versions are trained
+and published."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _PARTIAL = ".model.partial"
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _FileTask:
     version: Version
     manifest: Manifest | None
-    """Manifest, in the leader."""
-    wanted: bool
-    """Whether files are written however many versions there are since."""
+    """Manifest, only in the leader."""
+    is_required: bool
+    """Whether files are written even if newer versions exist."""
     sync: bool
 
 
 class FileWriter:
-    """Writer of files of one rank. Every rank offers it the same versions in the same order, from
-    one thread."""
+    """File writer of one rank. All ranks offer the same versions in the same order, from one
+    thread."""
 
     def __init__(
         self,
@@ -53,96 +53,107 @@ class FileWriter:
         device: int | None,
         form: FileForm,
     ) -> None:
-        """``channel``: used by nothing else."""
+        """``channel``: used only by this writer."""
         self.run, self.client, self.channel, self.settings = run, client, channel, settings
         self._puller, self._form = Puller(planes, settings.read_timeout_s), form
         self._untrained = UntrainedTensors(
             run.model, form.untrained if client else (), run.weights / FILE
         )
-        """Tensors that versions have beside those of ranks, in the leader."""
+        """Further tensors of the files of versions, only in the leader."""
         self.work = BackgroundThread("weights, files", self._write, device)
 
-    def offer(self, version: Version, manifest: Manifest | None, wanted: bool, sync: bool) -> None:
-        """Have the files of ``version`` written: if ``wanted``, and else if it is one of those that
-        have files and no newer one is there when its turn comes."""
+    def offer(
+        self, version: Version, manifest: Manifest | None, is_required: bool, sync: bool
+    ) -> None:
+        """Queue the files of ``version``.
+
+        They are written if ``is_required``. Otherwise they are written if `file_every` selects the
+        version, and no newer version is queued when its turn comes.
+        """
         every = self.settings.file_every
-        if wanted or (every and not version.number % every):
-            self.work.put(_Job(version, manifest, wanted, sync))
+        if is_required or (every and not version.number % every):
+            self.work.put(_FileTask(version, manifest, is_required, sync))
 
-    def _write(self, job: _Job) -> None:
-        """All ranks write their shares, as often as it takes where a disk is full; if one cannot
-        for another reason, or a newer version is due meanwhile, this one stays without files."""
-        folder = self.run.weights / str(job.version)
-        full = WriteRetry(folder)
+    def _write(self, task: _FileTask) -> None:
+        """Write the files with all ranks. While a disk is full, try again.
+
+        The version stays without files if a rank fails for another reason, or if a newer version is
+        queued meanwhile.
+        """
+        folder = self.run.weights / str(task.version)
+        disk = WriteRetry(folder)
         while True:
-            due = {
-                "write": job.wanted or self.work.pending == 1,
-                "manifest": job.manifest and job.manifest.encode(),
-            }
-            due["more"] = bool(self._untrained)
-            due = self.channel.broadcast(due if self.channel.rank == 0 else None)
-            if not due["write"]:
-                full.note_success()
+            message: dict[str, Any] | None = None
+            if self.channel.rank == 0:
+                message = {
+                    "write": task.is_required or self.work.pending == 1,
+                    "manifest": task.manifest and task.manifest.encode(),
+                    "more": bool(self._untrained),
+                }
+            message = self.channel.broadcast(message)
+            if not message["write"]:
+                disk.note_success()
                 return
-            division = FileDivision(self.channel.size, due["more"], self._form)
-            number = self._try(job, Manifest.decode(due["manifest"]), folder / _PARTIAL, division)
+            division = FileDivision(self.channel.size, message["more"], self._form)
+            manifest = Manifest.decode(message["manifest"])
+            number = self._try_write(task, manifest, folder / _PARTIAL, division)
             if not number:
-                full.note_success()
+                disk.note_success()
                 return
-            full.note_failure(OSError(number, "cannot be written"))
-            time.sleep(max(0.0, full.next_try - time.monotonic()))
+            disk.note_failure(OSError(number, "cannot be written"))
+            time.sleep(max(0.0, disk.next_try - time.monotonic()))
 
-    def _try(self, job: _Job, manifest: Manifest, partial: Path, division: FileDivision) -> int:
-        """Write it once; the number of the error after which it is to be tried again, 0 if it is
-        not."""
-        gathered = self.channel.gather(self._share(manifest, partial, division, job.sync))
+    def _try_write(
+        self, task: _FileTask, manifest: Manifest, partial: Path, division: FileDivision
+    ) -> int:
+        """Write the files once. Returns the error number if it should be tried again, else 0."""
+        gathered = self.channel.gather(self._write_share(manifest, partial, division, task.sync))
         return self.channel.run_on_leader(
-            lambda: self._finish(job, manifest, partial, division, gathered or [])
+            lambda: self._finish(task, manifest, partial, division, gathered or [])
         )
 
     def _finish(
         self,
-        job: _Job,
+        task: _FileTask,
         manifest: Manifest,
         partial: Path,
         division: FileDivision,
         gathered: list[dict[str, Any]],
     ) -> int:
-        """Finish the files, in the leader, when all ranks have written theirs, or failed."""
+        """Complete the files in the leader, after all ranks have written their shares or failed.
+        Returns as `_try_write`."""
         assert self.client is not None
-        failures = [(found["failure"], found["errno"]) for found in gathered if "failure" in found]
+        failures = [(share["failure"], share["errno"]) for share in gathered if "failure" in share]
         if not failures:
             try:
-                sums = [found["sums"] for found in gathered]
+                sums = [share["sums"] for share in gathered]
                 listing = finish(
-                    manifest, partial, self.run.model, sums, division, self._untrained, job.sync
+                    manifest, partial, self.run.model, sums, division, self._untrained, task.sync
                 )
             except (OSError, RelaxError) as error:
                 failures = [(str(error), getattr(error, "errno", None) or 0)]
         if not failures:
-            self.client.weights.filed(job.version, listing).result()
+            self.client.weights.filed(task.version, listing).result()
             return 0
+        reasons = "; ".join(reason for reason, _ in failures)
         shutil.rmtree(partial, ignore_errors=True)
-        print_log_line(
-            f"weights: version {job.version} has no files: {'; '.join(why for why, _ in failures)}"
-        )
-        # What a full disk has not caused no room on it will mend.
+        print_log_line(f"weights: version {task.version} has no files: {reasons}")
+        # 0 if one failure has another cause than the disk: space would not solve it.
         number = min((number if number in CURES else 0) for _, number in failures)
         if not number:
-            self.client.status.note("weights_unwritten", str(job.version), "unwritten")
+            self.client.status.note("weights_unwritten", str(task.version), "unwritten")
         return number
 
-    def _share(
+    def _write_share(
         self, manifest: Manifest, partial: Path, division: FileDivision, sync: bool
     ) -> dict[str, Any]:
-        """Checksums of what this rank has written, or why it has not."""
+        """Checksums of the file that this rank has written, or the reason of its failure."""
         rank = self.channel.rank
         try:
             partial.mkdir(mode=0o700, exist_ok=True)
             memory = private_folder(staging_root(self.run))
-            return {
-                "sums": write_share(manifest, self._puller, partial, rank, division, memory, sync)
-            }
+            sums = write_share(manifest, self._puller, partial, rank, division, memory, sync)
+            return {"sums": sums}
         except Exception as error:
-            # Whoever left here would leave the others waiting.
+            # Any error: a rank that left here would let the other ranks wait.
             return {"failure": f"rank {rank}: {error}", "errno": getattr(error, "errno", None) or 0}

@@ -1,12 +1,11 @@
-"""The manifest of a version: which tensors it has, and in which records of which ranks their parts
-lie."""
+"""Manifest of a version: its tensors, and the records of ranks that contain their parts."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,13 @@ FileSums = dict[str, dict[str, Any]]
 
 
 class WeightsError(RelaxError):
-    """Published weights that are missing, truncated or not what the controller journaled."""
+    """Published weights are missing, truncated or different from the journaled digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A record of `bytes` bytes with parts of tensors, and how to find it by plane; `digest` is its
-    XXH3 (128 bits)."""
+    """A record of `bytes` bytes with parts of tensors, and its descriptor on each plane. `digest`
+    is its XXH3 (128 bits)."""
 
     name: str
     bytes: int
@@ -43,7 +42,7 @@ class Chunk:
     delta: Delta | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Plain values for JSON or msgpack, but for bytes in descriptors."""
+        """Plain values for JSON or msgpack; descriptors may contain bytes."""
         return asdict(self)
 
     @classmethod
@@ -56,7 +55,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A record with what differs between a chunk and the same chunk of the manifest's anchor."""
+    """A record with the differences between a chunk and the same chunk of the manifest's
+    anchor."""
 
     name: str
     bytes: int
@@ -72,57 +72,63 @@ class Manifest:
     tensors: dict[str, TensorInfo]
     chunks: tuple[Chunk, ...]
     anchor: str = ""
-    """Version that deltas are made against: this one itself, for those to come, or an older one."""
+    """Version that deltas refer to: this version for later deltas, or an older version."""
     small: FileSums = field(default_factory=dict)
-    """Checksums of the files that say what the tensors mean: config.json, the tokenizer. Empty:
-    none were told."""
+    """Checksums of the files that define the meaning of the tensors: config.json and the tokenizer.
+    Empty: they are unknown."""
 
     def encode(self) -> bytes:
-        """Manifest as it is written. ValueError if the chunks are not a partition of the
+        """Bytes of the manifest file. ValueError if the chunks are not a partition of the
         tensors."""
-        if wrong := coverage_error(
-            self.tensors, [part for chunk in self.chunks for part in chunk.parts]
-        ):
-            raise ValueError(f"version {self.version}: {wrong}")
-        return json.dumps(
-            {"format_version": FORMAT_VERSION, **asdict(self)}, default=_plain
-        ).encode()
+        error = coverage_error(self.tensors, _all_parts(self.chunks))
+        if error:
+            raise ValueError(f"version {self.version}: {error}")
+        content = {"format_version": FORMAT_VERSION, **asdict(self)}
+        return json.dumps(content, default=_encode_bytes).encode()
 
     @classmethod
     def decode(cls, text: bytes) -> Manifest:
-        """Inverse of `encode`; on anything else ValueError, LookupError, TypeError or
-        AttributeError."""
-        value = json.loads(text, object_hook=_restored)
+        """Inverse of `encode`. ValueError, LookupError, TypeError or AttributeError: it is not a
+        manifest."""
+        value = json.loads(text, object_hook=_decode_bytes)
         if value["format_version"] != FORMAT_VERSION:
             raise ValueError(
                 f"format {value['format_version']}, this program reads {FORMAT_VERSION}"
             )
         tensors = {
-            name: TensorInfo(one["dtype"], tuple(one["shape"]))
-            for name, one in value["tensors"].items()
+            name: TensorInfo(info["dtype"], tuple(info["shape"]))
+            for name, info in value["tensors"].items()
         }
-        if unknown := {one.dtype for one in tensors.values()} - ITEM_BYTES.keys():
+        unknown = {info.dtype for info in tensors.values()} - ITEM_BYTES.keys()
+        if unknown:
             raise ValueError(f"types {sorted(unknown)}, this program reads {sorted(ITEM_BYTES)}")
         chunks = tuple(map(Chunk.from_plain, value["chunks"]))
-        if wrong := coverage_error(tensors, [part for chunk in chunks for part in chunk.parts]):
-            raise ValueError(wrong)
+        error = coverage_error(tensors, _all_parts(chunks))
+        if error:
+            raise ValueError(error)
         for chunk in chunks:
-            ends = [part.offset + part.bytes(tensors[part.name]) for part in chunk.parts]
-            if (
-                max(ends, default=0) > chunk.bytes
-                or min((part.offset for part in chunk.parts), default=0) < 0
-            ):
-                raise ValueError(f"chunk {chunk.name}: parts beyond its {chunk.bytes} bytes")
+            for part in chunk.parts:
+                end = part.offset + part.bytes(tensors[part.name])
+                if part.offset < 0 or end > chunk.bytes:
+                    raise ValueError(f"chunk {chunk.name}: parts beyond its {chunk.bytes} bytes")
         return cls(value["version"], tensors, chunks, value["anchor"], value.get("small", {}))
 
 
-def _plain(value: Any) -> Any:
+def _all_parts(chunks: Sequence[Chunk]) -> list[TensorPart]:
+    """Parts of all chunks."""
+    parts: list[TensorPart] = []
+    for chunk in chunks:
+        parts += chunk.parts
+    return parts
+
+
+def _encode_bytes(value: Any) -> Any:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     raise TypeError(f"{type(value)} in a manifest")
 
 
-def _restored(value: dict[str, Any]) -> Any:
+def _decode_bytes(value: dict[str, Any]) -> Any:
     return base64.b64decode(value[_BYTES], validate=True) if value.keys() == {_BYTES} else value
 
 
@@ -131,19 +137,21 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def checksum(data: bytes | memoryview) -> str:
-    """XXH3, 128 bits in hex: of the large parts, which the journaled digest covers through it."""
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """XXH3, 128 bits in hex, of a record. The journaled digest covers it, because the manifest
+    contains it."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def read_manifest(directory: Path, expected: str) -> Manifest:
-    """The manifest of a version's directory, if it is the journaled one. WeightsError names the
-    file."""
+    """The manifest of a version's directory. WeightsError names the file if it does not have the
+    journaled digest ``expected``."""
     return read_journaled(directory / MANIFEST, expected, Manifest.decode)
 
 
-def read_journaled(path: Path, expected: str, decode: Any) -> Any:
-    """The content of a small file whose digest was journaled. WeightsError names the file."""
+def read_journaled(path: Path, expected: str, decode: Callable[[bytes], Any]) -> Any:
+    """The decoded content of a small file with the journaled digest ``expected``. WeightsError
+    names the file."""
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -159,20 +167,25 @@ def read_journaled(path: Path, expected: str, decode: Any) -> Any:
 def lay_out_chunks(
     parts: Sequence[tuple[str, int, int, int]], tensors: Mapping[str, TensorInfo], limit: int
 ) -> list[tuple[int, int, tuple[TensorPart, ...]]]:
-    """Lay out a rank's parts (name, axis, start, stop) one after the other: (begin, end, parts) of
-    each chunk.
+    """Lay out a rank's parts (name, axis, start, stop) in chunks: (begin, end, parts) of each.
 
-    Chunks are up to ``limit`` bytes long, or one part; offsets of parts are within their chunk.
+    A chunk has up to ``limit`` bytes, or one larger part. Offsets of parts are relative to their
+    chunk.
     """
     chunks: list[tuple[int, int, tuple[TensorPart, ...]]] = []
-    begin, end, mine = 0, 0, []
+    begin, end = 0, 0
+    chunk_parts: list[TensorPart] = []
     for name, axis, start, stop in parts:
         size = TensorPart(name, axis, start, stop, 0).bytes(tensors[name])
-        if mine and end - begin + size > limit:
-            chunks.append((begin, end, tuple(mine)))
-            begin, mine = -(-end // _ALIGNED) * _ALIGNED, []
-            end = begin
-        at = -(-end // _ALIGNED) * _ALIGNED
-        mine.append(TensorPart(name, axis, start, stop, at - begin))
-        end = at + size
-    return [*chunks, (begin, end, tuple(mine))] if mine else chunks
+        if chunk_parts and end - begin + size > limit:
+            chunks.append((begin, end, tuple(chunk_parts)))
+            begin = end = _aligned(end)
+            chunk_parts = []
+        offset = _aligned(end)
+        chunk_parts.append(TensorPart(name, axis, start, stop, offset - begin))
+        end = offset + size
+    return [*chunks, (begin, end, tuple(chunk_parts))] if chunk_parts else chunks
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNED) * _ALIGNED

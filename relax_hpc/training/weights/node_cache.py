@@ -1,9 +1,9 @@
-"""Verified weights in the memory of a node: pulled by one process, used by all that need the same
-version.
+"""Verified weights in the memory of a node. One process pulls a version; all processes that need it
+use the same copy.
 
-Folders of versions lie in one folder of the run, each with a lock file beside it. Whoever uses a
-version holds its lock shared; whoever makes or removes it, alone. The kernel lets go of the locks
-of a process that has died.
+Each version has a folder in one folder of the run, and a lock file next to it. A process that uses
+a version holds its lock shared. A process that creates or removes it holds the lock exclusively.
+The kernel releases the locks of a process that has died.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from relax_hpc.base.rundir import RunDir, private_folder
 
 _LOCK = ".lock"
 _SPARE = ".spare"
-_FIRST_LOOK_S, _LOOK_S = 0.0005, 0.02
-"""Seconds between looks at what another process makes, at first and later: small models are there
-in a millisecond."""
+_FIRST_POLL_S, _POLL_S = 0.0005, 0.02
+"""Seconds between checks for a folder that another process creates, first and later. Small models
+are complete within a millisecond."""
 
 
 def staging_root(run: RunDir) -> Path:
-    """Memory-backed folder of this run on this node; the supervisor removes it when the run
+    """Memory-backed folder of this run on this node. The supervisor removes it when the run
     ends."""
     name = f"relax-{os.getuid()}-{hashlib.sha256(str(run.root).encode()).hexdigest()[:16]}"
     memory = Path("/dev/shm")
-    return (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / name
+    if not os.access(memory, os.W_OK):
+        memory = Path(tempfile.gettempdir())
+    return memory / name
 
 
 def clear_staging(run: RunDir) -> None:
-    """Remove folders that no living process of this node uses."""
+    """Remove folders that no process of this node uses."""
     root = staging_root(run)
     with contextlib.suppress(OSError):
         if root.is_dir():
@@ -49,25 +51,29 @@ def clear_staging(run: RunDir) -> None:
 
 @dataclass(slots=True)
 class StagedFolder:
-    """Folder that stays as it is until `release`."""
+    """Folder that does not change before `release`."""
 
     path: Path
     _fd: int
 
-    def again(self) -> StagedFolder:
-        """Folder as another holder's, which stays until both have released it."""
+    def duplicate(self) -> StagedFolder:
+        """The same folder for another holder. It does not change before both have released it."""
         return StagedFolder(self.path, os.dup(self._fd))
 
     def release(self) -> None:
-        """Nobody may look into the files any more, mapped or not. Safe to call twice."""
+        """Release the lock. After it, the files may not be read, mapped or not. A second call does
+        nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
-def _share(fd: int) -> bool:
-    """Hold a lock with others that was held alone. Not in one step: somebody may have it alone now,
-    and remove what it is of."""
+def _downgrade(fd: int) -> bool:
+    """Convert an exclusive lock to a shared one. False: another process has it.
+
+    flock does not convert atomically: another process may lock exclusively in between, and remove
+    the folder.
+    """
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return True
@@ -75,26 +81,26 @@ def _share(fd: int) -> bool:
 
 
 class Staging:
-    """Staging folders below ``root``, which is this user's alone."""
+    """Staging folders below ``root``, which only this user may read or write."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def get(self, name: str, make: Callable[[Path], None], patience_s: float) -> StagedFolder:
-        """Folder ``name``, made by ``make(folder)`` unless it is there; others wait while one
-        process makes it.
+        """Folder ``name``. If it does not exist, ``make(folder)`` creates it, while other processes
+        wait.
 
-        DeadlineError after ``patience_s`` seconds of waiting for others; and whatever ``make``
-        raises.
+        DeadlineError after ``patience_s`` seconds of waiting for another process. Errors of
+        ``make`` are raised.
         """
-        deadline, pause = time.monotonic() + patience_s, _FIRST_LOOK_S
+        deadline, pause = time.monotonic() + patience_s, _FIRST_POLL_S
         while True:
             private_folder(self.root)
             if (fd := self._lock(name, fcntl.LOCK_EX)) is not None:
                 try:
                     if not (self.root / name).exists():
                         self._make(name, make)
-                    shared = _share(fd)
+                    shared = _downgrade(fd)
                 except BaseException:
                     os.close(fd)
                     raise
@@ -109,10 +115,11 @@ class Staging:
                 os.close(fd)
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"{self.root / name}: no process of this node has made it in {patience_s:g} s"
+                    f"{self.root / name}: no process of this node has created it within "
+                    f"{patience_s:g} s"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _LOOK_S)
+            pause = min(2 * pause, _POLL_S)
 
     def _make(self, name: str, make: Callable[[Path], None]) -> None:
         partial = self.root / f".{name}.partial"
@@ -125,32 +132,33 @@ class Staging:
             shutil.rmtree(partial, ignore_errors=True)
 
     def take_spare(self, target: Path) -> None:
-        """Move memory that nobody uses to ``target``, if there is any: it is quicker than fresh
-        one."""
+        """Move an unused file to ``target``, if one exists. Its memory is faster than new memory,
+        whose pages the kernel must zero."""
         with contextlib.suppress(FileNotFoundError):
             (self.root / _SPARE).rename(target)
 
-    def clear(self, doomed: Callable[[str], bool]) -> None:
-        """Remove the folders that nobody uses and whose names are ``doomed``; one large file of
-        them is kept spare."""
+    def clear(self, is_obsolete: Callable[[str], bool]) -> None:
+        """Remove the unused folders whose names are obsolete. One large file of them is stored for
+        `take_spare`."""
         for lock in self.root.glob(f"*{_LOCK}"):
             name = lock.name.removesuffix(_LOCK)
-            if doomed(name) and (fd := self._lock(name, fcntl.LOCK_EX)) is not None:
-                try:
-                    with contextlib.suppress(OSError, ValueError):
-                        largest = max(
-                            (self.root / name).iterdir(), key=lambda path: path.lstat().st_size
-                        )
-                        largest.rename(self.root / _SPARE)
-                    for path in (self.root / name, self.root / f".{name}.partial"):
-                        shutil.rmtree(path, ignore_errors=True)
-                    lock.unlink(missing_ok=True)
-                finally:
-                    os.close(fd)
+            fd = self._lock(name, fcntl.LOCK_EX) if is_obsolete(name) else None
+            if fd is None:
+                continue
+            try:
+                with contextlib.suppress(OSError, ValueError):
+                    files = (self.root / name).iterdir()
+                    largest = max(files, key=lambda path: path.lstat().st_size)
+                    largest.rename(self.root / _SPARE)
+                for path in (self.root / name, self.root / f".{name}.partial"):
+                    shutil.rmtree(path, ignore_errors=True)
+                lock.unlink(missing_ok=True)
+            finally:
+                os.close(fd)
 
     def _lock(self, name: str, kind: int) -> int | None:
-        """A file descriptor that holds the lock of folder ``name``; None if somebody else's stands
-        against it."""
+        """A file descriptor that holds the lock of folder ``name``; None: another process holds
+        it."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             fd = os.open(self.root / f"{name}{_LOCK}", flags, 0o600)
@@ -168,8 +176,7 @@ class Staging:
         return None
 
     def _is_current(self, name: str, fd: int) -> bool:
-        """Whether the file that was locked is still the folder's lock: whoever clears removes
-        it."""
+        """Whether the locked file is still the folder's lock. `clear` removes the lock file."""
         with contextlib.suppress(FileNotFoundError):
             return (self.root / f"{name}{_LOCK}").stat().st_ino == os.fstat(fd).st_ino
         return False

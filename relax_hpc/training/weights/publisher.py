@@ -1,10 +1,9 @@
-"""The actor's side: a rank's part of each version is copied once, and all the rest happens beside
-training.
+"""Publication of weights by the actor. A rank's part of each version is copied once; threads do the
+rest during training.
 
-`Publisher.publish` returns when the copy is made. A thread then offers it on the planes, has the
-leader write the manifest and the queue's controller journal it, and removes what nobody needs;
-another one writes the files that are due. The threads of the ranks follow each other, by channels
-that nobody else uses.
+`Publisher.publish` returns after the copy. Then a thread offers the copy on the planes. In the
+leader it writes the manifest, which the queue's controller journals, and removes old versions.
+Another thread writes files. The threads of all ranks work in step, over separate channels.
 """
 
 from __future__ import annotations
@@ -35,14 +34,15 @@ from relax_hpc.training.weights.version_files import FOLDER, check_unchanged, sm
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _PublishTask:
     version: Version
     slab: int
     last: bool
 
 
 class Publisher:
-    """One rank's. ``client``: the leader's, None elsewhere. Every rank makes and calls it alike.
+    """Publisher of one rank. ``client``: only in the leader. All ranks create and call it in the
+    same way.
 
     ::
 
@@ -65,11 +65,13 @@ class Publisher:
         device: int | None = None,
         form: FileForm | None = None,
     ) -> None:
-        """``channel`` makes one. ``tensors``: the whole version's; ``slices``: what this rank
-        publishes of them, from GPU number ``device`` if that is given. Versions that are multiples
-        of ``refresh_every`` get files in any case: a reference may ask for one long after.
-        ``form``: that of files; None: each tensor is one of theirs. ConfigError: config.json or the
-        tokenizer of a run that goes on is another one than its versions were published with.
+        """``channel``: creates a channel. ``tensors``: of the whole version. ``slices``: parts that
+        this rank publishes, from GPU number ``device`` if given. ``refresh_every``: multiples of it
+        always get files, because a reference may request such a version later. ``form``: of the
+        files; None: files contain each tensor unchanged.
+
+        ConfigError: config.json or the tokenizer of a resumed run differ from those of its
+        versions.
         """
         self.run, self.client, self.channel, self.settings = run, client, channel(), settings
         self.tensors, self.slabs, self.refresh_every = dict(tensors), slabs, refresh_every
@@ -87,72 +89,75 @@ class Publisher:
         self.work = BackgroundThread("weights", self._publish, device)
 
     def publish(self, version: Version, last: bool = False) -> None:
-        """Copy the weights as they are, and have them published as ``version``. The ``last`` one
-        gets files.
+        """Copy the present weights, and publish them as ``version``. The ``last`` version gets
+        files.
 
-        Raises what went wrong with an earlier version, such as FencedError.
+        Raises the error of an earlier version, such as FencedError.
         """
         self.check()
-        # The slab that is next may still wait to be published.
+        # Wait until the next slab is published.
         self._await(self.work, self.settings.write_timeout_s, self.slabs - 1)
-        self.work.put(_Job(version, self.ring.copy(), last))
+        self.work.put(_PublishTask(version, self.ring.copy(), last))
 
     def check(self) -> None:
-        """Raise what has gone wrong with an earlier version."""
+        """Raise the error of an earlier version."""
         self.work.check()
         self.files.work.check()
 
     def delta_share(self) -> float:
-        """Bytes of this rank's deltas so far, in those of the records that they stand for; 1
-        without any."""
+        """Bytes of this rank's deltas so far, divided by the bytes of the records that they
+        replace; 1 without deltas."""
         return self._deltas.bytes / self._deltas.whole_bytes if self._deltas.whole_bytes else 1.0
 
     def await_copy(self) -> None:
-        """Wait for the copy of the weights, before they change again."""
+        """Make the device wait for the copy of the weights, before they change again."""
         self.ring.await_copy()
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until all that was to be published has been. DeadlineError after ``timeout_s``
-        seconds."""
+        """Wait until all versions are published and all files are written. DeadlineError after
+        ``timeout_s`` seconds."""
         self._await(self.work, timeout_s)
         self._await(self.files.work, timeout_s)
 
-    def _await(self, work: BackgroundThread, timeout_s: float, most: int = 0) -> None:
-        # The leader has the deadline: it knows of the hub, and ends with all others.
-        if not work.wait(
-            timeout_s, most, lambda: self.client is None or self.client.beat.is_blocked
-        ):
+    def _await(self, work: BackgroundThread, timeout_s: float, max_pending: int = 0) -> None:
+        # Only the leader measures time: it knows whether the hub is unreachable, and all ranks end
+        # with it.
+        def is_paused() -> bool:
+            return self.client is None or self.client.beat.is_blocked
+
+        if not work.wait(timeout_s, max_pending, is_paused):
             raise DeadlineError(
                 f"publishing weights takes more than {timeout_s:g} s; see {self.run.weights}"
             )
 
     def close(self) -> None:
-        """Offer nothing any more; to be called after `settle`."""
+        """Withdraw all offers. Call it after `settle`."""
         self.ring.close()
 
     # -- in the thread -----------------------------------------------------------------------------
 
-    def _publish(self, job: _Job) -> None:
+    def _publish(self, task: _PublishTask) -> None:
+        version = task.version
         self.ring.settle()
-        chunks = self.ring.offer(job.slab, f"weights-{job.version}-{self.channel.rank:06d}")
-        chunks, anchor = self._deltas.add(job.version, job.slab, chunks)
-        parts = self.channel.gather([chunk.plain() for chunk in chunks])
-        manifest = None
-        if parts is not None:
-            everything = tuple(Chunk.from_plain(one) for part in parts for one in part)
-            manifest = Manifest(str(job.version), self.tensors, everything, anchor, self._small)
-        self.channel.run_on_leader(
-            lambda: self._announce(job.version, self.run.weights / str(job.version), manifest)
-        )
-        number, keep = job.version.number, self.settings.keep_every
+        chunks = self.ring.offer(task.slab, f"weights-{version}-{self.channel.rank:06d}")
+        chunks, anchor = self._deltas.add(version, task.slab, chunks)
+        gathered = self.channel.gather([chunk.plain() for chunk in chunks])
+        manifest: Manifest | None = None
+        if gathered is not None:
+            all_chunks: list[Chunk] = []
+            for rank_chunks in gathered:
+                all_chunks += map(Chunk.from_plain, rank_chunks)
+            manifest = Manifest(str(version), self.tensors, tuple(all_chunks), anchor, self._small)
+        directory = self.run.weights / str(version)
+        self.channel.run_on_leader(lambda: self._announce(version, directory, manifest))
+        number, keep = version.number, self.settings.keep_every
         kept = bool(keep) and not number % keep
         refreshes = bool(self.refresh_every) and not number % self.refresh_every
-        self.files.offer(
-            job.version, manifest, wanted=job.last or kept or refreshes, sync=job.last or kept
-        )
+        is_required, sync = task.last or kept or refreshes, task.last or kept
+        self.files.offer(version, manifest, is_required=is_required, sync=sync)
 
     def _announce(self, version: Version, directory: Path, manifest: Manifest | None) -> None:
-        """The leader's part: write the manifest, have it journaled, delete what nobody needs."""
+        """In the leader: write the manifest, journal it, and delete versions without readers."""
         assert manifest is not None and self.client is not None
         text = manifest.encode()
         try:
@@ -167,11 +172,11 @@ class Publisher:
                 shutil.rmtree(self.run.weights / name, ignore_errors=True)
 
     def _is_kept(self, name: str) -> bool:
-        """Whether the files of version ``name`` are kept for good."""
+        """Whether the files of version ``name`` are kept permanently."""
         every = self.settings.keep_every
         with contextlib.suppress(ValueError):
-            due = bool(every) and not Version.parse(name).number % every
-            return due and (self.run.weights / name / FOLDER).is_dir()
+            is_multiple = bool(every) and not Version.parse(name).number % every
+            return is_multiple and (self.run.weights / name / FOLDER).is_dir()
         return False
 
 
@@ -185,11 +190,11 @@ def _write_manifest(directory: Path, text: bytes) -> None:
 
 
 def older_version_folders(run: RunDir, version: Version) -> list[str]:
-    """Directories in <run>/weights from before ``version``: published or not, half written by a
-    dead actor or whole."""
-    found: list[str] = []
+    """Directories of versions before ``version`` in <run>/weights, including partial ones of a dead
+    actor."""
+    names: list[str] = []
     for path in run.weights.iterdir():
         with contextlib.suppress(ValueError):
             if Version.parse(path.name.removeprefix(".").partition(".")[0]) < version:
-                found.append(path.name)
-    return sorted(found)
+                names.append(path.name)
+    return sorted(names)

@@ -1,4 +1,4 @@
-"""Pull of a version's bytes: from the actor's memory by the best plane, each record verified."""
+"""Pull of a version from the actor's memory, by the best plane. Each record is verified."""
 
 from __future__ import annotations
 
@@ -16,26 +16,35 @@ from relax_hpc.training.weights.relay import NAME as RELAY
 from relax_hpc.training.weights.relay import VersionSources
 from relax_hpc.training.weights.tensors import SafetensorsFile
 
-_AT_ONCE = 2
-"""Chunks in flight: while one is verified and copied, the next one is on its way."""
-Way = tuple[str, int, Callable[[], None]]
-"""Way to get a record: a name, bytes, and what to do."""
+_IN_FLIGHT = 2
+"""Chunks in flight: while one is verified and copied, the next one is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMethod:
+    """One method to read a chunk into a file."""
+
+    name: str
+    """Key of the counters."""
+    bytes: int
+    """Bytes that it reads."""
+    read: Callable[[], None]
+    """Function that reads, verifies and stores the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Anchor that this node has already, a whole version."""
+    """Whole version in the memory of this node, to which deltas refer."""
 
     version: str
     file: SafetensorsFile
 
 
 class Puller:
-    """Reads chunks; `bytes` counts by way what came by it: a plane, or the differences that came by
-    one."""
+    """Reads chunks. `bytes` counts the bytes by method: a plane, deltas of a plane, or a relay."""
 
     def __init__(self, planes: Sequence[Plane], timeout_s: float) -> None:
-        """``timeout_s``: seconds for one record."""
+        """``timeout_s``: limit for one record."""
         self.planes, self.timeout_s = planes, timeout_s
         self.bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -49,97 +58,111 @@ class Puller:
         sources: VersionSources | None = None,
         got: Callable[[Chunk], object] = lambda _: None,
     ) -> None:
-        """Put ``chunks`` of a version into a file, and tell ``got`` of each, in any thread.
-        ``sources``: who else than its maker has them. WeightsError: one of them is not to be had
-        from memory."""
+        """Read ``chunks`` of a version into a file. Threads call ``got`` with each complete chunk.
+
+        ``sources``: other nodes that have the version. WeightsError: a chunk cannot be read from
+        memory.
+        """
         usable = anchor if anchor is not None and anchor.version == manifest.anchor else None
-        # After a failure the others are not asked for: of a node that has vanished each would take
-        # its time.
+        # After a failure no further chunks are requested: if a node has vanished, each request
+        # would wait for its timeout.
         failed = threading.Event()
 
-        def put(chunk: Chunk) -> None:
+        def read(chunk: Chunk) -> None:
             try:
                 if not failed.is_set():
-                    self._put(chunk, manifest.version, self._ways(chunk, into, usable, sources))
+                    methods = self._read_methods(chunk, into, usable, sources)
+                    self._try_methods(manifest.version, methods)
                     got(chunk)
             except BaseException:
                 failed.set()
                 raise
 
-        with ThreadPoolExecutor(_AT_ONCE, "weights") as pool:
-            for work in [pool.submit(put, chunk) for chunk in chunks]:
+        with ThreadPoolExecutor(_IN_FLIGHT, "weights") as pool:
+            for work in [pool.submit(read, chunk) for chunk in chunks]:
                 work.result()
 
-    def _put(self, chunk: Chunk, version: str, ways: Iterable[Way]) -> None:
-        why_not: list[str] = []
-        for way, size, act in ways:
+    def _try_methods(self, version: str, methods: Iterable[ReadMethod]) -> None:
+        """Read a chunk of ``version`` by the first of ``methods`` that succeeds."""
+        errors: list[str] = []
+        for method in methods:
             try:
-                act()
+                method.read()
             except (PlaneError, ValueError) as error:
-                why_not.append(str(error))
+                errors.append(str(error))
                 continue
             with self._lock:
-                self.bytes[way] += size
+                self.bytes[method.name] += method.bytes
             return
         raise WeightsError(
-            f"version {version}: {'; '.join(why_not) or 'no plane in common with its maker'}"
+            f"version {version}: {'; '.join(errors) or 'no plane in common with the actor'}"
         )
 
-    def _ways(
+    def _read_methods(
         self,
         chunk: Chunk,
         into: SafetensorsFile,
         anchor: Anchor | None,
         sources: VersionSources | None,
-    ) -> Iterator[Way]:
-        """Ways to get a chunk, the best first. Within a node the whole is there at no cost."""
+    ) -> Iterator[ReadMethod]:
+        """Methods to read a chunk, the best first."""
         for plane in self.planes:
-            if anchor and chunk.delta and plane.name != "shm" and plane.name in chunk.delta.planes:
-                yield (
-                    f"{plane.name}_delta",
-                    chunk.delta.bytes,
-                    partial(self._renew, plane, chunk, into, anchor),
-                )
+            # Shared memory needs no deltas: the whole chunk is mapped at no cost.
+            delta_planes = chunk.delta.planes if chunk.delta else {}
+            if anchor and chunk.delta and plane.name != "shm" and plane.name in delta_planes:
+                read = partial(self._read_delta, plane, chunk, chunk.delta, into, anchor)
+                yield ReadMethod(f"{plane.name}_delta", chunk.delta.bytes, read)
             if sources and isinstance(plane, TcpPlane):
-                yield RELAY, chunk.bytes, partial(self._relayed, plane, chunk, into, sources)
+                read = partial(self._read_relayed, plane, chunk, into, sources)
+                yield ReadMethod(RELAY, chunk.bytes, read)
             if plane.name in chunk.planes:
-                yield plane.name, chunk.bytes, partial(self._copy, plane, chunk, into)
+                read = partial(self._read_chunk, plane, chunk, into)
+                yield ReadMethod(plane.name, chunk.bytes, read)
 
-    def _relayed(
+    def _read_relayed(
         self, plane: TcpPlane, chunk: Chunk, into: SafetensorsFile, sources: VersionSources
     ) -> None:
-        record = sources.read(plane, chunk, self.timeout_s, partial(_check, chunk, RELAY))
+        verify = partial(_verify, chunk, RELAY)
+        record = sources.read(plane, chunk, self.timeout_s, verify)
         for part in chunk.parts:
             into.put(part, record)
 
-    def _copy(self, plane: Plane, chunk: Chunk, into: SafetensorsFile) -> None:
+    def _read_chunk(self, plane: Plane, chunk: Chunk, into: SafetensorsFile) -> None:
         record = self._read(plane, chunk)
         for part in chunk.parts:
             into.put(part, record)
-        # What is mapped may have been written anew meanwhile: by then it is offered no more.
+        # The actor may have overwritten a mapped record after its verification. It withdraws the
+        # offer before it overwrites the record.
         if not plane.is_still_offered(chunk.planes[plane.name]):
             raise PlaneError(f"{plane.name}: {chunk.name} was overwritten while it was read")
 
-    def _renew(self, plane: Plane, chunk: Chunk, into: SafetensorsFile, anchor: Anchor) -> None:
-        """Make the chunk of the anchor's and what differs."""
-        difference = self._read(plane, chunk.delta)
+    def _read_delta(
+        self,
+        plane: Plane,
+        chunk: Chunk,
+        record_delta: delta.Delta,
+        into: SafetensorsFile,
+        anchor: Anchor,
+    ) -> None:
+        """Compute the chunk from that of the anchor and ``record_delta``."""
+        difference = self._read(plane, record_delta)
         record = bytearray(chunk.bytes)
         for part in chunk.parts:
             anchor.file.get(part, memoryview(record))
         delta.apply(record, difference)
         if checksum(record) != chunk.digest:
             raise PlaneError(
-                f"{plane.name}: {chunk.name} does not come of the anchor and its difference"
+                f"{plane.name}: {chunk.name} does not follow from the anchor and its delta"
             )
         for part in chunk.parts:
             into.put(part, memoryview(record))
 
     def _read(self, plane: Plane, record: Chunk | delta.Delta) -> memoryview:
-        found = plane.read(record.planes[plane.name], self.timeout_s)
-        _check(record, plane.name, found)
-        return found
+        data = plane.read(record.planes[plane.name], self.timeout_s)
+        _verify(record, plane.name, data)
+        return data
 
 
-def _check(record: Chunk | delta.Delta, way: str, found: memoryview) -> None:
-    if checksum(found) != record.digest:
-        raise PlaneError(f"{way}: {record.name} was overwritten, or damaged on its way")
+def _verify(record: Chunk | delta.Delta, method: str, data: memoryview) -> None:
+    if checksum(data) != record.digest:
+        raise PlaneError(f"{method}: {record.name} was overwritten, or damaged during transfer")

@@ -1,9 +1,9 @@
-"""A node's reader passes a version on to readers of other nodes, each record from the moment it is
-verified here.
+"""Relay of versions between nodes: a reader forwards each record to readers of other nodes as soon
+as it has verified the record.
 
-So the actor sends a version to a few nodes, however many there are. What a node has it has in one
-file, as whole tensors; a record of it is put together again for whoever asks, and is compared with
-the journaled digest there.
+So the actor sends a version only to a few nodes, for any number of nodes. A node stores the version
+in one file, as whole tensors. It assembles a record again when another node requests it. The other
+node compares the record with the journaled digest.
 """
 
 from __future__ import annotations
@@ -27,67 +27,69 @@ from relax_hpc.training.weights.node_cache import StagedFolder
 from relax_hpc.training.weights.tensors import SafetensorsFile
 
 Ask = Callable[[str, Descriptor], Sequence[Descriptor]]
-"""Question to the hub: given a version and where this node passes it on, the places to read it
-from, best first."""
+"""Request to the hub. Arguments: a version, and the folder in which this node forwards it. Result:
+folders to read it from, best first."""
 NAME = "relay"
 _READERS = frozenset(("rollout", "actor_fwd"))
-_COMES_S = 0.1
-"""Seconds that a thread waits for a record that is on its way here, before it says so."""
+_PENDING_S = 0.1
+"""Seconds that a thread waits for a record that is not complete, before it replies that the record
+is pending."""
 _SILENCE_S = 5.0
-"""Seconds without any sign of another node. There are others, so less than the actor is waited
-for."""
+"""Seconds without data from another node. The limit is shorter than that for the actor, because
+there are further nodes."""
 
 
 class SharedVersion:
-    """The records of one version that this node has. Any thread."""
+    """The records of one version that this node has. Thread-safe."""
 
     def __init__(self, manifest: Manifest, path: Path) -> None:
-        """``path``: file that the records are put into."""
+        """``path``: file that receives the records."""
         self._chunks = {chunk.name: chunk for chunk in manifest.chunks}
         self._file: SafetensorsFile | None = SafetensorsFile.open_existing(path, manifest.tensors)
-        self._has: set[str] = set()
+        self._complete: set[str] = set()
         self._changed, self._reading = threading.Condition(), threading.Lock()
         self._last: tuple[str, weakref.ref[np.ndarray] | None] = ("", None)
         self._held: StagedFolder | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """Note that ``chunk`` is verified, and in the file."""
+        """Mark ``chunk`` as verified and complete in the file."""
         with self._changed:
-            self._has.add(chunk.name)
+            self._complete.add(chunk.name)
             self._changed.notify_all()
 
-    def give(self, name: str) -> memoryview | None:
-        """Record of a chunk, see `tcp.Give`."""
+    def read(self, name: str) -> memoryview | None:
+        """Record of a chunk; None: this node does not have it. RecordPending: it will have it."""
         chunk = self._chunks.get(name)
         if chunk is None:
             return None
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: name in self._has or self._file is None, _COMES_S
-            ):
+            is_ready = self._changed.wait_for(
+                lambda: name in self._complete or self._file is None, _PENDING_S
+            )
+            if not is_ready:
                 raise RecordPending
         with self._reading:
             if self._file is None:
                 return None
-            # Those who read from here are about equally far: a record that is being sent is there
-            # for the next one.
-            last, record = self._last[0], self._last[1]() if self._last[1] else None
-            if last != name or record is None:
+            # Readers progress at about the same rate, so they often request the same record. It is
+            # reused as long as a transfer holds it.
+            last_name, reference = self._last
+            record = reference() if reference else None
+            if last_name != name or record is None:
                 record = np.zeros(chunk.bytes, np.uint8)
                 for part in chunk.parts:
-                    self._file.get(part, memoryview(record))
+                    self._file.get(part, record.data)
                 self._last = name, weakref.ref(record)
-            return memoryview(record)
+            return record.data
 
     def hold(self, staged: StagedFolder) -> None:
-        """The file lies in this folder by now, which is not to be used for another version until
-        the `end`."""
+        """Keep ``staged``, the folder of the complete file, until `end`."""
         with self._reading:
             if self._file is not None and self._held is None:
-                self._held = staged.again()
+                self._held = staged.duplicate()
 
     def end(self) -> None:
-        """Give nothing any more, and let go of the memory. Safe to call twice."""
+        """Stop sharing, and release the memory. A second call does nothing."""
         with self._reading, self._changed:
             file, self._file = self._file, None
             self._changed.notify_all()
@@ -106,33 +108,33 @@ class VersionSources:
     def read(
         self, plane: TcpPlane, chunk: Chunk, timeout_s: float, check: Callable[[memoryview], None]
     ) -> memoryview:
-        """The record by the first that has it as ``check`` wants it. PlaneError: by none."""
-        why_not = ["no other node has it"]
+        """The record from the first node whose data passes ``check``. PlaneError: no node has
+        it."""
+        errors = ["no other node has it"]
         for folder in list(self._folders):
             try:
-                found = plane.read(
-                    record_in_folder(folder, chunk.name, chunk.bytes), timeout_s, _SILENCE_S
-                )
-                check(found)
-                return found
+                record = record_in_folder(folder, chunk.name, chunk.bytes)
+                data = plane.read(record, timeout_s, _SILENCE_S)
+                check(data)
+                return data
             except (PlaneError, LookupError, TypeError) as error:
-                why_not.append(str(error))
-                self._drop(folder, error)
-        raise PlaneError("; ".join(why_not))
+                errors.append(str(error))
+                self._remove(folder, error)
+        raise PlaneError("; ".join(errors))
 
-    def _drop(self, folder: Descriptor, error: Exception) -> None:
-        # Two threads read at a time, and both may find it gone.
+    def _remove(self, folder: Descriptor, error: Exception) -> None:
+        # Two threads read at the same time, so both may remove the same folder.
         if folder in self._folders:
             self._folders.remove(folder)
-            print_log_line(f"weights: another node passes on no more, the next is asked: {error}")
+            print_log_line(f"weights: another node stopped its relay, trying the next one: {error}")
 
     def __bool__(self) -> bool:
         return bool(self._folders)
 
 
 class Relay:
-    """Relay of this process: it passes on what it pulls itself, and the version before while that
-    is pulled."""
+    """Relay of this process: it forwards the version that it pulls, and the previous version until
+    the pull is complete."""
 
     def __init__(self, plane: TcpPlane, ask: Ask) -> None:
         self._plane, self._ask = plane, ask
@@ -142,52 +144,53 @@ class Relay:
     def pulling(
         self, manifest: Manifest, path: Path
     ) -> Iterator[tuple[SharedVersion, VersionSources]]:
-        """Pass ``manifest``'s version on while the file at ``path`` is filled, and from then on."""
+        """Context of the pull of ``manifest``'s version into the file at ``path``. The version is
+        forwarded during the pull and after it."""
         version = manifest.version
         self._end(version)
-        share = self._shares[version] = SharedVersion(manifest, path)
+        share = SharedVersion(manifest, path)
+        self._shares[version] = share
         try:
-            yield (
-                share,
-                self._sources(version, self._plane.open_folder(f"{NAME}-{version}", share.give)),
-            )
+            folder = self._plane.open_folder(f"{NAME}-{version}", share.read)
+            yield share, self._sources(version, folder)
         except BaseException:
             self._end(version)
             raise
 
-    def _sources(self, version: str, where: Descriptor) -> VersionSources:
+    def _sources(self, version: str, folder: Descriptor) -> VersionSources:
         try:
-            return VersionSources(self._ask(version, where))
+            return VersionSources(self._ask(version, folder))
         except (DeadlineError, RefusedError):
-            # A hub of older code, or one that is away: the actor is there for everybody.
+            # The hub has older code or is unreachable. Every reader can read from the actor.
             return VersionSources([])
 
     def settle(self, staged: StagedFolder) -> None:
-        """The version of ``staged`` is there, by whomever: older ones are passed on no more."""
-        self.close(but=staged.path.name)
+        """Stop forwarding older versions, because this node has the version of ``staged``."""
+        self.close(keep=staged.path.name)
         share = self._shares.get(staged.path.name)
         if share is not None:
             share.hold(staged)
 
-    def where(self, version: str) -> list[Descriptor]:
-        """Descriptors of the folder in which this process passes ``version`` on; empty if it does
+    def folders(self, version: str) -> list[Descriptor]:
+        """Descriptor of the folder in which this process forwards ``version``; empty if it does
         not."""
         return [self._plane.folder(f"{NAME}-{version}")] if version in self._shares else []
 
-    def close(self, but: str = "") -> None:
-        """Stop passing on all versions."""
+    def close(self, keep: str = "") -> None:
+        """Stop forwarding all versions except ``keep``."""
         for version in list(self._shares):
-            if version != but:
+            if version != keep:
                 self._end(version)
 
     def _end(self, version: str) -> None:
-        if share := self._shares.pop(version, None):
+        share = self._shares.pop(version, None)
+        if share is not None:
             self._plane.close_folder(f"{NAME}-{version}")
             share.end()
 
 
 def relay_pays(config: Config) -> bool:
-    """Whether a relay relay_pays: more nodes read than would read from the actor anyway."""
+    """Whether a relay is useful: more nodes read than the actor serves directly."""
     nodes = sum(
         group.resources.nodes
         for group in config.groups.values()
@@ -197,7 +200,10 @@ def relay_pays(config: Config) -> bool:
 
 
 def make_relay(planes: Sequence[Plane], ask: Ask | None) -> Relay | None:
-    """Passing on goes by sockets: what is read one-sidedly costs its maker no more than the link,
-    and is not."""
+    """The relay of this process; None without a TCP plane or without ``ask``.
+
+    Only sockets are relayed. One-sided reads (RDMA) use only the actor's link, so a relay would not
+    save work.
+    """
     plane = next((plane for plane in planes if isinstance(plane, TcpPlane)), None)
     return Relay(plane, ask) if plane is not None and ask is not None else None

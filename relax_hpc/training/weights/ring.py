@@ -1,4 +1,4 @@
-"""The slabs of one actor rank: each version is copied into the one that was used longest ago."""
+"""Ring of slabs of one actor rank. Each version is copied into the least recently used slab."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_hpc.base.host_memory import pin_memory
 from relax_hpc.base.parallel_copies import Copier
 from relax_hpc.net.transport import Plane, PlaneError, Slab, SlabPool
 from relax_hpc.training.weights.manifest import Chunk, checksum, lay_out_chunks
-from relax_hpc.training.weights.tensors import TensorInfo, TensorPart, torch_type
+from relax_hpc.training.weights.tensors import TensorInfo, torch_type
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +30,11 @@ class WeightSlice:
 
 
 class SlabRing:
-    """Ring of as many slabs as versions can be in use: with ``max_staleness`` + 2 of them, none is
-    written while an engine that must have its version reads it. A reader that is slower still finds
-    that the checksum does not match."""
+    """Ring of slabs, one for each version in use.
+
+    With ``max_staleness`` + 2 slabs, no slab is overwritten while an engine that still needs its
+    version reads it. A slower reader detects that the checksum does not match.
+    """
 
     def __init__(
         self,
@@ -44,57 +46,59 @@ class SlabRing:
         limit: int,
         pinned: bool,
     ) -> None:
-        """``slices``: of this rank. ``count`` slabs, ``pinned`` for copies from a GPU; chunks of up
-        to ``limit`` bytes, each a record on ``planes``. OSError: the memory is not to be had."""
-        import torch
+        """``slices``: of this rank. ``count``: number of slabs, ``pinned`` for copies from a GPU.
+        ``limit``: bytes of a chunk, which is one record on ``planes``. OSError: the node has too
+        little memory."""
 
         self.planes, self.slices = planes, slices
-        self.chunks = lay_out_chunks(
-            [(one.name, one.axis, one.start, one.stop) for one in slices], tensors, limit
-        )
+        bounds = [(part.name, part.axis, part.start, part.stop) for part in slices]
+        self.chunks = lay_out_chunks(bounds, tensors, limit)
         self.bytes = self.chunks[-1][1] if self.chunks else 0
         self._slabs: list[Slab] = [pool.take(max(1, self.bytes)) for _ in range(count)]
         self._pool = pool
         self._offered: list[list[tuple[str, Slab | None]]] = [[] for _ in range(count)]
-        """Names of records by slab, and the memory that was taken for those that lie elsewhere."""
+        """Names of the offered records by slab, with the slab of an extra record."""
         self._next = 0
-        parts = [(begin, part) for begin, _, parts in self.chunks for part in parts]
-        self._rooms: list[list[torch.Tensor]] = []
-        for slab in self._slabs:
-            # What lies between the parts is in the checksums too.
-            memory = torch.frombuffer(slab.memory, dtype=torch.uint8).zero_()
-            self._rooms.append(
-                [
-                    _room(memory, begin + part.offset, part, tensors[part.name])
-                    for begin, part in parts
-                ]
-            )
-        self._copies = _Copies(self._slabs) if pinned else None
+        self._targets = [self._part_views(slab, tensors) for slab in self._slabs]
+        self._copies = _DeviceCopies(self._slabs) if pinned else None
         self._copier = Copier("weights-copy")
 
+    def _part_views(self, slab: Slab, tensors: Mapping[str, TensorInfo]) -> list[torch.Tensor]:
+        """Views of all parts in a slab, flat, in the types of their tensors."""
+        import torch
+
+        # Zeroed, because the checksums also cover the padding between parts.
+        memory = torch.frombuffer(slab.memory, dtype=torch.uint8).zero_()
+        views = []
+        for begin, _, parts in self.chunks:
+            for part in parts:
+                info, start = tensors[part.name], begin + part.offset
+                view = memory[start : start + part.bytes(info)]
+                views.append(view.view(torch_type(info.dtype)))
+        return views
+
     def copy(self) -> int:
-        """Copy all slices as they are into the next slab; its number. What was offered of it is
-        offered no more."""
+        """Copy the present values of all slices into the next slab, after withdrawing its offers.
+        Returns the number of the slab."""
         import torch
 
         number, self._next = self._next, (self._next + 1) % len(self._slabs)
         self.withdraw(number)
         with torch.no_grad():
-            views = [one.view() for one in self.slices]
+            views = [part.view() for part in self.slices]
         if self._copies:
-            self._copies.copy(views, self._rooms[number])
+            self._copies.copy(views, self._targets[number])
         else:
-            self._copier.copy(views, self._rooms[number])
+            self._copier.copy(views, self._targets[number])
         return number
 
     def await_copy(self) -> None:
-        """Have what this process's device does next wait until the last copy is through with the
-        weights."""
+        """Make the device's current stream wait until the last copy has read the weights."""
         if self._copies:
-            self._copies.hold_device()
+            self._copies.block_stream()
 
     def settle(self) -> None:
-        """Wait, in this thread, until what was copied last has arrived."""
+        """Wait in this thread until the last copy is complete."""
         if self._copies:
             self._copies.wait()
 
@@ -104,33 +108,25 @@ class SlabRing:
         return self._slabs[number].memory[begin:end]
 
     def offer(self, number: int, prefix: str) -> list[Chunk]:
-        """Put the chunks of slab ``number`` on all planes, as records whose names begin with
+        """Offer the chunks of slab ``number`` on all planes, as records with names that begin with
         ``prefix``."""
-        made = []
+        chunks = []
         for index, (begin, end, parts) in enumerate(self.chunks):
             name, record = f"{prefix}-{index:04d}", self.record(number, index)
-            made.append(
-                Chunk(
-                    name,
-                    end - begin,
-                    checksum(record),
-                    parts,
-                    publish_record(self.planes, name, record),
-                )
-            )
+            descriptors = publish_record(self.planes, name, record)
+            chunks.append(Chunk(name, end - begin, checksum(record), parts, descriptors))
             self._offered[number].append((name, None))
-        return made
+        return chunks
 
-    def offer_beside(self, number: int, name: str, data: bytes) -> dict[str, dict]:
-        """Put ``data``, which belongs to what is in slab ``number``, on all planes; its
-        descriptors."""
+    def offer_extra(self, number: int, name: str, data: bytes) -> dict[str, dict]:
+        """Offer ``data`` on all planes as long as slab ``number``. Returns its descriptors."""
         slab = self._pool.take(len(data))
         slab.memory[: len(data)] = data
         self._offered[number].append((name, slab))
         return publish_record(self.planes, name, slab.memory[: len(data)])
 
     def withdraw(self, number: int) -> None:
-        """Offer slab ``number`` no more."""
+        """Withdraw all offers of slab ``number``."""
         for name, slab in self._offered[number]:
             for plane in self.planes:
                 plane.retire(name)
@@ -139,28 +135,23 @@ class SlabRing:
         self._offered[number] = []
 
     def close(self) -> None:
-        """Offer nothing; the memory goes with its pool."""
+        """Withdraw all offers. The pool owns the memory."""
         self._copier.close()
         for number in range(len(self._slabs)):
             self.withdraw(number)
 
 
 def publish_record(planes: Sequence[Plane], name: str, record: memoryview) -> dict[str, dict]:
-    """Publish ``record`` on each plane that can; its descriptors."""
-    offers = {}
+    """Publish ``record`` on each plane that supports it. Returns its descriptors."""
+    descriptors = {}
     for plane in planes:
         with contextlib.suppress(PlaneError):
-            offers[plane.name] = plane.publish(name, record)
-    return offers
+            descriptors[plane.name] = plane.publish(name, record)
+    return descriptors
 
 
-def _room(memory: torch.Tensor, at: int, part: TensorPart, whole: TensorInfo) -> torch.Tensor:
-    return memory[at : at + part.bytes(whole)].view(torch_type(whole.dtype))
-
-
-class _Copies:
-    """Copies from a GPU on a stream of their own, into memory that is pinned for it: training goes
-    on meanwhile."""
+class _DeviceCopies:
+    """Copies from a GPU on a separate stream, into pinned memory, while training continues."""
 
     def __init__(self, slabs: Sequence[Slab]) -> None:
         import torch
@@ -169,18 +160,18 @@ class _Copies:
             pin_memory(torch.frombuffer(slab.memory, dtype=torch.uint8), "weights")
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
 
-    def copy(self, views: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> None:
-        """Begin to copy each of ``views`` as it is to its room."""
+    def copy(self, views: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Start to copy the present values of ``views`` to ``targets``."""
         import torch
 
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for view, room in zip(views, rooms, strict=True):
-                room.view(view.shape).copy_(view, non_blocking=True)
+            for view, target in zip(views, targets, strict=True):
+                target.view(view.shape).copy_(view, non_blocking=True)
             self._done.record(self._stream)
 
-    def hold_device(self) -> None:
-        """Let all that is queued on the current stream from now on begin after the copies."""
+    def block_stream(self) -> None:
+        """Make later work of the current stream wait for the copies."""
         import torch
 
         torch.cuda.current_stream().wait_event(self._done)

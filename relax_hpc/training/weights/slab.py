@@ -1,9 +1,9 @@
-"""A version in the memory of a node, as one mapped file: what a reader's process takes its tensors
-from by name.
+"""A version in the memory of a node, as one mapped file. Reader processes take their tensors from
+it by name.
 
-Whoever pulled it has compared every record with its journaled digest, before the folder got its
-name; then nothing writes to it until nobody holds it. So a reader on the same node compares what
-says where the tensors lie, and no bytes.
+The process that pulled the version compared every record with its journaled digest before it
+renamed the folder. No process writes to the folder while another one holds it. So readers on the
+same node compare only the layout of the file, not its bytes.
 """
 
 from __future__ import annotations
@@ -23,78 +23,78 @@ if TYPE_CHECKING:
     import torch
 
 MARK = "verified-manifest.json"
-"""File in a node's folder of a version: the journaled manifest of the records that its slab was
-made of."""
+"""File in a node's folder of a version: the manifest of the records from which the slab was
+built."""
 
 
-_KEPT = 2
-"""Files that stay mapped. The memory of a node's versions goes to and fro between two of them, see
-`node_cache`, and to map a file's pages anew takes longer than to copy them."""
+_MAX_MAPPED = 2
+"""Files that stay mapped. The versions of a node alternate between the memory of two files (see
+`node_cache`). Mapping the pages of a file again takes longer than copying them."""
 _mapped: dict[tuple[int, ...], tuple[int, torch.Tensor]] = {}
-"""Mapped files by device, inode and size: a descriptor and the bytes. Those used last come last."""
+"""Mapped files by device, inode and size: a file descriptor and the bytes. The most recently used
+file is last."""
 
 
 def is_slab(folder: Path) -> bool:
-    """Whether `open_slab` is for ``folder``; else it is a model directory, such as a version that
-    came as files."""
+    """Whether ``folder`` is for `open_slab`. If not, it is a model directory, such as a version
+    that was copied from files."""
     return (folder / MARK).is_file()
 
 
 def open_slab(folder: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors of a version by name, as views of the mapped file: nothing is read before
-    it is used.
+    """The whole tensors of a version by name, as views of the mapped file. Bytes are read when they
+    are used.
 
-    WeightsError: the folder is another user's, of another version than its name says, or its file
-    is not as its manifest says.
+    WeightsError: other users may write to the folder, its name differs from its version, or its
+    file does not match its manifest.
     """
-    manifest = _manifest_of(folder)
+    manifest = _read_slab_manifest(folder)
     path, (header, offsets) = folder / TENSORS, file_header(manifest.tensors)
-    size = len(header) + sum(one.bytes for one in manifest.tensors.values())
+    size = len(header) + sum(info.bytes for info in manifest.tensors.values())
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size or file.read(len(header)) != header:
+            file_size = os.fstat(file.fileno()).st_size
+            if file_size != size or file.read(len(header)) != header:
                 raise WeightsError(
-                    f"{path}: {found} bytes are not laid out as {folder / MARK} says"
+                    f"{path}: {file_size} bytes do not have the layout of {folder / MARK}"
                 )
-            whole = _map(file.fileno(), size)
+            memory = _map(file.fileno(), size)
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}") from error
-    return {
-        name: whole[offsets[name] : offsets[name] + one.bytes]
-        .view(torch_type(one.dtype))
-        .view(one.shape)
-        for name, one in manifest.tensors.items()
-    }
+    tensors = {}
+    for name, info in manifest.tensors.items():
+        data = memory[offsets[name] : offsets[name] + info.bytes]
+        tensors[name] = data.view(torch_type(info.dtype)).view(info.shape)
+    return tensors
 
 
 def _map(fd: int, size: int) -> torch.Tensor:
-    """The first ``size`` bytes of a file, by a mapping of before if there is one."""
+    """The first ``size`` bytes of a file. An existing mapping of the file is reused."""
     import torch
 
-    about = os.fstat(fd)
-    key = (about.st_dev, about.st_ino, size)
-    found = _mapped.pop(key, None)
-    if found is None:
+    status = os.fstat(fd)
+    key = (status.st_dev, status.st_ino, size)
+    mapping = _mapped.pop(key, None)
+    if mapping is None:
         memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
-            # That it cannot be written to is meant.
+            # torch warns about a buffer that is not writable, which is intended here.
             warnings.simplefilter("ignore", UserWarning)
-            found = os.dup(fd), torch.frombuffer(memory, dtype=torch.uint8)
-    # A file without a name is memory that nobody else can use any more.
-    gone = [other for other, (its, _) in _mapped.items() if not os.fstat(its).st_nlink]
-    for other in gone or [*_mapped][: len(_mapped) + 1 - _KEPT]:
+            mapping = os.dup(fd), torch.frombuffer(memory, dtype=torch.uint8)
+    # Deleted files first: no other version can reuse their memory.
+    deleted = [other for other, (file, _) in _mapped.items() if not os.fstat(file).st_nlink]
+    for other in deleted or [*_mapped][: len(_mapped) + 1 - _MAX_MAPPED]:
         os.close(_mapped.pop(other)[0])
-    _mapped[key] = found
-    return found[1]
+    _mapped[key] = mapping
+    return mapping[1]
 
 
-def _manifest_of(folder: Path) -> Manifest:
+def _read_slab_manifest(folder: Path) -> Manifest:
     try:
-        about = folder.stat()
-        if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        status = folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise WeightsError(
-                f"{folder}: others may write there; found no memory of this node's own"
+                f"{folder}: other users may write there, so its weights cannot be trusted"
             )
         manifest = Manifest.decode((folder / MARK).read_bytes())
     except OSError as error:
@@ -103,6 +103,6 @@ def _manifest_of(folder: Path) -> Manifest:
         raise WeightsError(f"{folder / MARK}: {error}") from error
     if manifest.version != folder.name:
         raise WeightsError(
-            f"{folder / MARK}: found version {manifest.version}, not that of its folder"
+            f"{folder / MARK}: found version {manifest.version}, expected that of its folder"
         )
     return manifest

@@ -1,5 +1,5 @@
-"""The readers' side: engines, actor_fwd and a refreshed reference pull the newest version and
-verify it before use."""
+"""Readers of weights: engines, actor_fwd and a refreshed reference pull the newest version, and
+verify it before they use it."""
 
 from __future__ import annotations
 
@@ -29,34 +29,33 @@ NOTHING = Version(0, 0)
 """Version that a reader serves before its first pull."""
 _FILE = "file"
 _HUB_S = 5.0
-"""Seconds for the hub to say who else has a version; then the actor is read from."""
-_ASK_S = 10.0
-"""Seconds to wait for a newer version than one that cannot be read; then that is tried again."""
+"""Seconds for the hub to name other readers of a version. After that the reader uses the actor."""
+_NEWER_S = 10.0
+"""Seconds to wait for a newer version after a failed read. After that the read is tried again."""
 
 
 class Fetcher:
-    """Gets versions into the memory of this node, by the actor's memory or by their files."""
+    """Fetches versions into the memory of this node, from the actor's memory or from files."""
 
     def __init__(
         self, run: RunDir, planes: Sequence[Plane], settings: WeightsConfig, ask: Ask | None = None
     ) -> None:
-        """``ask``: for readers of other nodes to take versions from, and who are given them in
-        turn; None: there are too few of them."""
+        """``ask``: request to the hub for readers of other nodes, with which this node exchanges
+        versions. None: no relays."""
         self.run, self.settings = run, settings
         self.puller = Puller(planes, settings.read_timeout_s)
         self.staging = Staging(staging_root(run))
         self.relay = make_relay(planes, ask)
         self._anchor: StagedFolder | None = None
-        """Folder of the anchor that later versions come as differences to; held as long as it may
-        be needed."""
+        """Folder of the present anchor, to which deltas of later versions refer."""
 
     def fetch(self, news: PublishedVersion) -> StagedFolder:
-        """A model directory of ``news``, verified, in memory. WeightsError: it is not to be had, in
-        one line."""
+        """A verified model directory of ``news`` in memory. WeightsError, one line: it cannot be
+        read."""
         try:
             staged = self._get(news)
             if self.settings.anchor_every and self._is_anchor(news):
-                self._hold(self._get(news))
+                self._hold_anchor(self._get(news))
             return staged
         except DeadlineError as error:
             raise WeightsError(str(error)) from error
@@ -64,7 +63,7 @@ class Fetcher:
             raise WeightsError(f"version {news.version}: {error}") from error
 
     def fetch_in_time(self, news: PublishedVersion) -> StagedFolder:
-        """Fetch as of `fetch`, tried again for a while."""
+        """`fetch`, tried again for at most `read_timeout_s`."""
         deadline = time.monotonic() + self.settings.read_timeout_s
         for pause in _pauses():
             try:
@@ -73,36 +72,36 @@ class Fetcher:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(pause)
-        raise AssertionError("there are always more pauses")
+        raise AssertionError("_pauses() does not end")
 
     def _get(self, news: PublishedVersion) -> StagedFolder:
-        # Who makes it has limits of its own, for each record; whoever waits for that must not give
-        # up before.
+        # The process that pulls has a limit per record. Processes that wait for it need a longer
+        # limit.
         patience_s = self.settings.write_timeout_s
-        staged = self.staging.get(news.version, lambda folder: self._make(news, folder), patience_s)
+        staged = self.staging.get(news.version, lambda folder: self._pull(news, folder), patience_s)
         if self.relay:
             self.relay.settle(staged)
         return staged
 
-    def where(self, news: PublishedVersion) -> list[Descriptor]:
-        """Places where this process passes ``news`` on, for other nodes' ranks of its group that
-        cannot ask the hub."""
-        return self.relay.where(news.version) if self.relay else []
+    def relay_folders(self, news: PublishedVersion) -> list[Descriptor]:
+        """Folders in which this process forwards ``news``. Other nodes' ranks of its group use
+        them, because they cannot ask the hub."""
+        return self.relay.folders(news.version) if self.relay else []
 
     def _is_anchor(self, news: PublishedVersion) -> bool:
-        """Whether a version is an anchor; False as well where nobody can tell any more."""
+        """Whether a version is an anchor; also False if its manifest cannot be read."""
         with contextlib.suppress(WeightsError):
-            return (
-                read_manifest(self.run.weights / news.version, news.digest).anchor == news.version
-            )
+            manifest = read_manifest(self.run.weights / news.version, news.digest)
+            return manifest.anchor == news.version
         return False
 
-    def _hold(self, staged: StagedFolder) -> None:
+    def _hold_anchor(self, staged: StagedFolder) -> None:
         if self._anchor is not None:
             self._anchor.release()
         self._anchor = staged
 
-    def _make(self, news: PublishedVersion, folder: Path) -> None:
+    def _pull(self, news: PublishedVersion, folder: Path) -> None:
+        """Create the folder of a version, from memory or else from files."""
         small = copy_small(self.run.model, folder)
         directory = self.run.weights / news.version
         try:
@@ -126,11 +125,11 @@ class Fetcher:
             (folder / TENSORS).unlink(missing_ok=True)
             try:
                 self.puller.bytes[_FILE] += copy_verified(directory, news.files, folder)
-            except WeightsError as worse:
-                raise WeightsError(f"{worse}; and from memory: {error}") from error
+            except WeightsError as file_error:
+                raise WeightsError(f"{file_error}; and from memory: {error}") from error
 
     def _open_anchor(self, manifest: Manifest, stack: contextlib.ExitStack) -> Anchor | None:
-        """The anchor that this process holds, if it is a single file of the same tensors."""
+        """The anchor of ``manifest``, if this process holds it as one file of the same tensors."""
         if self._anchor is not None and self._anchor.path.name == manifest.anchor:
             with contextlib.suppress(OSError, ValueError):
                 file = SafetensorsFile.open_existing(self._anchor.path / TENSORS, manifest.tensors)
@@ -143,8 +142,8 @@ class Fetcher:
 
 
 class Subscriber:
-    """One reader. `reader` names it to the controller ("rollout/0"); a version is safe from
-    deletion once served."""
+    """One reader of weights. `reader`: its name for the controller, such as "rollout/0". A version
+    that it serves is not deleted."""
 
     def __init__(
         self,
@@ -157,31 +156,30 @@ class Subscriber:
         evaluates: bool = False,
         relays: bool = False,
     ) -> None:
-        """``every``: only versions whose number is a multiple of it are of interest. ``evaluates``:
-        it can. ``relays``: versions go from reader to reader, see `relay`."""
+        """``every``: the reader uses only multiples of this number. ``evaluates``: whether it can
+        run evaluations. ``relays``: whether readers forward versions to each other, see `relay`."""
         self.client, self.reader, self.every, self.evaluates = client, reader, every, evaluates
         self.fetcher = Fetcher(run, planes, settings, self._ask if relays else None)
         self.serving = NOTHING
-        self._given_up = NOTHING
+        self._unreadable = NOTHING
+        """Newest version that could not be read."""
 
-    def _ask(self, version: str, where: Descriptor) -> Sequence[Descriptor]:
-        return self.client.weights.relays(
-            self.reader, Version.parse(version), where, _HUB_S
-        ).result()
+    def _ask(self, version: str, folder: Descriptor) -> Sequence[Descriptor]:
+        relays = self.client.weights.relays(self.reader, Version.parse(version), folder, _HUB_S)
+        return relays.result()
 
     def newer(self) -> Future[PublishedVersion | None]:
-        """A future of the next version above the one served; None: the run is finished. OWED: see
+        """Future of the next version above the present one; None: the run is finished. For OWED see
         `Weights.newer`.
 
-        Versions that could not be read are not told of again.
+        Versions that could not be read are skipped.
         """
         evaluator = self.reader if self.evaluates else ""
-        return self.client.weights.newer(
-            max(self.serving, self._given_up), self.every, evaluator=evaluator
-        )
+        newest_known = max(self.serving, self._unreadable)
+        return self.client.weights.newer(newest_known, self.every, evaluator=evaluator)
 
     def fetch(self, announced: PublishedVersion) -> tuple[PublishedVersion, StagedFolder] | None:
-        """The announced version, or a newer one; None if none can be had: then the last good one
+        """The announced version or a newer one. None: none can be read, and the present version
         stays in use."""
         deadline = time.monotonic() + self.fetcher.settings.read_timeout_s
         news, tried = announced, set()
@@ -189,41 +187,43 @@ class Subscriber:
             try:
                 return news, self.fetcher.fetch(news)
             except WeightsError as error:
-                why = error
+                reason = error
             if news not in tried:
-                print_log_line(f"weights: {why}; {self.reader} tries again")
+                print_log_line(f"weights: {reason}; {self.reader} tries again")
             tried.add(news)
-            another = self._another(news)
-            # At least one of each kind, however long the first one took.
-            if time.monotonic() > deadline and another in tried:
-                self._give_up(news, why)
+            candidate = self._next_candidate(news)
+            # Every candidate is tried at least once, even if the first try took too long.
+            if time.monotonic() > deadline and candidate in tried:
+                self._skip(news, reason)
                 return None
-            news = another
+            news = candidate
             time.sleep(pause)
-        raise AssertionError("there are always more pauses")
+        raise AssertionError("_pauses() does not end")
 
-    def _another(self, failed: PublishedVersion) -> PublishedVersion:
-        """The newest version; if that has failed, in turns with the newest that has files."""
-        weights, about = self.client.weights, (self.serving, self.every, _ASK_S)
+    def _next_candidate(self, failed: PublishedVersion) -> PublishedVersion:
+        """The newest version. If it has failed, alternately the newest version with files."""
+        weights = self.client.weights
         try:
-            newest = weights.newer(*about).result()
+            newest = weights.newer(self.serving, self.every, _NEWER_S).result()
             if (newest is None or newest.version == failed.version) and not failed.files:
-                newest = weights.newest_on_disk(*about).result() or newest
+                on_disk = weights.newest_on_disk(self.serving, self.every, _NEWER_S).result()
+                newest = on_disk or newest
         except DeadlineError:
             return failed
         return newest or failed
 
-    def _give_up(self, news: PublishedVersion, why: WeightsError) -> None:
-        self._given_up = Version.parse(news.version)
-        print_log_line(f"weights: {why}; {self.reader} goes on with {self.serving}")
+    def _skip(self, news: PublishedVersion, reason: WeightsError) -> None:
+        """Note that ``news`` cannot be read, and keep the present version."""
+        self._unreadable = Version.parse(news.version)
+        print_log_line(f"weights: {reason}; {self.reader} continues with {self.serving}")
         self.client.status.note("weights_unreadable", self.reader, "unreadable")
 
     def served(self, version: Version) -> bool:
-        """Tell the controller that this reader now works with ``version``; whether an evaluation is
-        due."""
+        """Report to the controller that this reader now uses ``version``. Returns whether an
+        evaluation is due."""
         self.serving = version
         if version == NOTHING and self.fetcher.relay:
-            # It may be about to leave, and is not to keep a version in this node's memory.
+            # The reader may be about to stop, and must not hold a version in this node's memory.
             self.fetcher.relay.close()
         due = self.client.weights.serve(self.reader, version, self.evaluates).result()
         self.fetcher.forget_before(str(version))
@@ -231,5 +231,5 @@ class Subscriber:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between attempts: none at first, then more and more."""
+    """Seconds between attempts: from 0 to 1, without end."""
     return chain((min(1.0, 0.1 * number) for number in range(11)), repeat(1.0))

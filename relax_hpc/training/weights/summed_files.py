@@ -15,19 +15,19 @@ PIECE_BYTES = 4 << 20
 
 
 def copy_summed(source: Path, target: Path) -> dict[str, Any]:
-    """Copy a file; {bytes, xxh3_128} of what was copied."""
+    """Copy a file. Returns {bytes, xxh3_128} of the copy."""
     with source.open("rb") as file:
         return write_summed(iter(partial(file.read, PIECE_BYTES), b""), target, sync=False)
 
 
 def write_summed(pieces: Iterable[bytes | memoryview], target: Path, sync: bool) -> dict[str, Any]:
-    """Write ``pieces`` to a new file; its {bytes, xxh3_128}."""
-    found, size = xxhash.xxh3_128(), 0
+    """Write ``pieces`` to a new file. Returns its {bytes, xxh3_128}."""
+    state, size = xxhash.xxh3_128(), 0
     with target.open("wb") as file:
         for piece in pieces:
-            found.update(piece)
+            state.update(piece)
             size += file.write(piece)
         if sync:
             file.flush()
             os.fsync(file.fileno())
-    return {"bytes": size, "xxh3_128": found.hexdigest()}
+    return {"bytes": size, "xxh3_128": state.hexdigest()}

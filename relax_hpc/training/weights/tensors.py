@@ -1,4 +1,4 @@
-"""Tensors of a version of the weights: whole ones by Hugging Face name, and the parts of them a
+"""Tensors of a version of the weights: whole tensors by Hugging Face name, and the parts that a
 rank holds."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 ITEM_BYTES = TYPE_BYTES
-"""Bytes of the types of safetensors that weights can have."""
+"""Bytes of an element, by the safetensors types that weights can have."""
 _ALIGNED = 8
 _LENGTH_BYTES = 8
 _STRIP = 32
-"""Rows that are turned around at a time, of bfloat16 a line of the cache: five times as fast as all
-at once."""
+"""Rows that are transposed in one step: with bfloat16 a cache line. It is five times as fast as
+transposing all rows in one step."""
 
 
 def torch_type(dtype: str) -> torch.dtype:
@@ -45,7 +45,7 @@ def torch_type(dtype: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A whole tensor; `dtype` as safetensors names it."""
+    """Type and shape of a whole tensor. `dtype`: name in safetensors."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,21 +57,22 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class InnerTensor:
-    """Place of a tensor inside of one that holds several, blocks of rows."""
+    """Position of a tensor inside of a holder, a tensor of several blocks of rows."""
 
     tensor: TensorInfo
     holder: str
-    """Name of the one that holds it."""
+    """Name of the holder."""
     block: int
     first: int
-    """First of its rows in the block."""
+    """First row of the tensor in the block."""
     transposed: bool
     """Whether the blocks are [columns, rows]."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Rows `start` to `stop` along `axis` of tensor `name`, at `offset` of a record, in C order."""
+    """Rows `start` to `stop` along `axis` of tensor `name`, at byte `offset` of a record, in C
+    order."""
 
     name: str
     axis: int
@@ -88,57 +89,59 @@ class TensorPart:
 
 
 def coverage_error(tensors: Mapping[str, TensorInfo], parts: list[TensorPart]) -> str:
-    """Problem of ``parts`` as a partition of ``tensors``; empty: each element lies in exactly
-    one."""
-    found: dict[str, list[TensorPart]] = {name: [] for name in tensors}
+    """Error of ``parts`` as a partition of ``tensors``. Empty: each element is in exactly one
+    part."""
+    by_tensor: dict[str, list[TensorPart]] = {name: [] for name in tensors}
     for part in parts:
-        if part.name not in found:
-            return f"a part of {part.name}, which is no tensor of this version"
-        found[part.name].append(part)
-    for name, mine in found.items():
+        if part.name not in by_tensor:
+            return f"a part of {part.name}, which is not a tensor of this version"
+        by_tensor[part.name].append(part)
+    for name, tensor_parts in by_tensor.items():
         shape, at = tensors[name].shape, 0
-        axes = {part.axis for part in mine}
+        axes = {part.axis for part in tensor_parts}
         if len(axes) != 1 or not 0 <= min(axes) < len(shape):
             return (
                 f"tensor {name} is split along axes {sorted(axes)}, allowed one of its {len(shape)}"
             )
-        for part in sorted(mine, key=lambda part: part.start):
+        for part in sorted(tensor_parts, key=lambda part: part.start):
             if part.start != at or part.stop < part.start:
                 return (
                     f"tensor {name} lacks rows, or has them twice, at {min(at, part.start)} of "
                     f"axis {part.axis}"
                 )
             at = part.stop
-        if at != shape[mine[0].axis]:
-            return f"tensor {name} lacks rows from {at} on of axis {mine[0].axis}"
+        axis = tensor_parts[0].axis
+        if at != shape[axis]:
+            return f"tensor {name} lacks rows from {at} on of axis {axis}"
     return ""
 
 
 def header_text(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None
 ) -> str:
-    """The header of a safetensors file of (name, type, shape) in that order, as the safetensors
-    library writes it.
+    """The header of a safetensors file with these tensors (name, type, shape), in this order, as
+    the safetensors library writes it.
 
-    The format: https://github.com/huggingface/safetensors#format. safetensors 0.8.0 itself
-    (`save_file`, `serialize_file`) takes all tensors of a file at once, 5 GB of a converted one.
-    Its order of tensors is its own, and it cannot compute a checksum while it writes. So files that
-    are written tensor after tensor, or by several processes, begin with this header.
+    The format: https://github.com/huggingface/safetensors#format. safetensors 0.8.0 (`save_file`,
+    `serialize_file`) needs all tensors of a file in memory, 5 GB for a converted model. It chooses
+    the order of tensors, and cannot compute a checksum during the write. So this header is for
+    files that are written one tensor after the other, or by several processes.
     """
-    about: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    at = 0
+    entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    start = 0
     for name, dtype, shape in tensors:
-        end = at + math.prod(shape) * ITEM_BYTES[dtype]
-        about[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(about, separators=(",", ":"), ensure_ascii=False)
+        end = start + math.prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
     return text + " " * (-len(text.encode()) % _ALIGNED)
 
 
 def file_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a safetensors file of ``tensors``, and where in the file each of them lies.
+    """The header bytes of a safetensors file of ``tensors``, and the offset of each tensor in the
+    file.
 
-    Wide types come first, so that all are aligned.
+    Wide types come first, so that all tensors are aligned.
     """
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
     text = header_text(
@@ -154,7 +157,7 @@ _NOTHING: Mapping[str, InnerTensor] = MappingProxyType({})
 
 
 class SafetensorsFile:
-    """A safetensors file that is filled part by part, in any order and by several threads.
+    """A safetensors file that several threads can fill, part by part in any order.
 
     ::
 
@@ -169,17 +172,18 @@ class SafetensorsFile:
         tensors: Mapping[str, TensorInfo],
         inside: Mapping[str, InnerTensor] = _NOTHING,
     ) -> None:
-        """Make ``path``, or use its memory again if it is there. ``inside``: tensors that lie in
-        one of ``tensors``. OSError: no room."""
+        """Create ``path``, or reuse the memory of an existing file. ``inside``: tensors inside of
+        one of ``tensors``. OSError: the disk is full."""
         header, self._offsets = file_header(tensors)
         self.tensors, self._inside = tensors, inside
         self.bytes = len(header) + sum(tensor.bytes for tensor in tensors.values())
         path.touch(mode=0o600)
         with path.open("r+b") as file:
-            # A full disk is an error here, and would be a signal in a mapping.
+            # Allocate now: a full disk raises OSError here, but would send SIGBUS on a write to the
+            # mapping.
             file.truncate(self.bytes)
             os.posix_fallocate(file.fileno(), 0, self.bytes)
-            # All pages at once: one after the other, as they are first written, takes longer than
+            # MAP_POPULATE maps all pages now. Page faults on first writes would take longer than
             # the copy.
             self._memory = mmap.mmap(
                 file.fileno(), self.bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -189,62 +193,62 @@ class SafetensorsFile:
 
     @classmethod
     def open_existing(cls, path: Path, tensors: Mapping[str, TensorInfo]) -> SafetensorsFile:
-        """A file that is there, to `get` parts from. ValueError: it is not laid out as this program
-        does it."""
+        """An existing file, to `get` parts from. ValueError: it has another layout."""
         header, offsets = file_header(tensors)
         self = cls.__new__(cls)
         self.tensors, self._offsets, self._inside = tensors, offsets, _NOTHING
         self.bytes = len(header) + sum(tensor.bytes for tensor in tensors.values())
         with path.open("rb") as file:
             if file.read(len(header)) != header or path.stat().st_size != self.bytes:
-                raise ValueError(
-                    f"{path}: not laid out like the version that is to be made from it"
-                )
+                raise ValueError(f"{path}: not the layout of the version that refers to it")
             self._memory = mmap.mmap(file.fileno(), self.bytes, prot=mmap.PROT_READ)
         self._data = np.frombuffer(self._memory, np.uint8)
         return self
 
     def put(self, part: TensorPart, record: memoryview) -> None:
-        """Copy ``part`` from where it lies in ``record``. Parts of other tensors than the file's
-        are passed over."""
-        inside = self._inside.get(part.name)
-        whole = inside.tensor if inside else self.tensors.get(part.name)
-        if whole is not None:
-            room, given = (
-                self._room(part, whole),
-                _array(record, part.offset, part.shape(whole), whole),
-            )
-            strip = _STRIP if inside and inside.transposed else len(given)
-            for first in range(0, len(given), strip or 1):
-                room[first : first + strip] = given[first : first + strip]
+        """Copy ``part`` from ``record`` into the file. Parts of tensors that are not in the file
+        are ignored."""
+        inner = self._inside.get(part.name)
+        info = inner.tensor if inner else self.tensors.get(part.name)
+        if info is None:
+            return
+        target = self._part_view(part, info)
+        source = _as_array(record, part.offset, part.shape(info), info)
+        strip = _STRIP if inner and inner.transposed else len(source)
+        for first in range(0, len(source), strip or 1):
+            target[first : first + strip] = source[first : first + strip]
 
     def get(self, part: TensorPart, record: memoryview) -> None:
-        """Copy ``part`` to where it lies in ``record``."""
-        whole = self.tensors[part.name]
-        _array(record, part.offset, part.shape(whole), whole)[...] = self._room(part, whole)
+        """Copy ``part`` from the file into ``record``."""
+        info = self.tensors[part.name]
+        target = _as_array(record, part.offset, part.shape(info), info)
+        target[...] = self._part_view(part, info)
 
-    def _room(self, part: TensorPart, whole: TensorInfo) -> np.ndarray:
-        inside = self._inside.get(part.name)
-        array = self._whole(inside.holder)[inside.block] if inside else self._whole(part.name)
-        if inside:
-            rows = slice(inside.first, inside.first + whole.shape[0])
-            array = (array.T if inside.transposed else array)[rows]
+    def _part_view(self, part: TensorPart, info: TensorInfo) -> np.ndarray:
+        inner = self._inside.get(part.name)
+        if inner:
+            block = self._tensor_view(inner.holder)[inner.block]
+            if inner.transposed:
+                block = block.T
+            array = block[inner.first : inner.first + info.shape[0]]
+        else:
+            array = self._tensor_view(part.name)
         return array[(*[slice(None)] * part.axis, slice(part.start, part.stop))]
 
-    def _whole(self, name: str) -> np.ndarray:
-        one = self.tensors[name]
-        return _array(memoryview(self._data), self._offsets[name], one.shape, one)
+    def _tensor_view(self, name: str) -> np.ndarray:
+        info = self.tensors[name]
+        return _as_array(self._data.data, self._offsets[name], info.shape, info)
 
     def pieces(self, size: int) -> Iterator[memoryview]:
-        """The whole file as it is now, in pieces of ``size`` bytes."""
-        whole = memoryview(self._data)
-        for start in range(0, len(whole), size):
-            yield whole[start : start + size]
+        """The present bytes of the whole file, in pieces of ``size`` bytes."""
+        data = self._data.data
+        for start in range(0, len(data), size):
+            yield data[start : start + size]
 
     def close(self) -> None:
-        """Close the mapping; the file stays."""
+        """Close the mapping. The file stays."""
         del self._data
-        # After an error somebody may still look at a piece of it; then it goes with that.
+        # After an error, a view of the mapping may still exist. Then the mapping is freed with it.
         with contextlib.suppress(BufferError):
             self._memory.close()
 
@@ -255,11 +259,10 @@ class SafetensorsFile:
         self.close()
 
 
-def _array(
-    memory: memoryview, offset: int, shape: tuple[int, ...], whole: TensorInfo
+def _as_array(
+    memory: memoryview, offset: int, shape: tuple[int, ...], info: TensorInfo
 ) -> np.ndarray:
-    item = ITEM_BYTES[whole.dtype]
-    count = math.prod(shape)
-    return np.frombuffer(memory[offset : offset + count * item], np.dtype(f"u{item}")).reshape(
-        shape
-    )
+    """View of ``memory`` as unsigned integers with the width of the tensor's type."""
+    item = ITEM_BYTES[info.dtype]
+    data = memory[offset : offset + math.prod(shape) * item]
+    return np.frombuffer(data, np.dtype(f"u{item}")).reshape(shape)

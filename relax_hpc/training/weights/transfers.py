@@ -1,9 +1,9 @@
-"""Transfers from tensors in host memory, such as a node's copy of a version, into live parameters
-on any device.
+"""Transfers from tensors in host memory, such as a node's copy of a version, to live parameters on
+any device.
 
-A GPU copies from pinned memory at the speed of its link, and from other memory at an eighth of it.
-So pieces go through two pinned rooms: while the device takes one, threads fill the other. On a CPU
-they go straight.
+A GPU copies from pinned memory at the speed of its link, from other memory at an eighth of it. So
+pieces go through two pinned buffers: while the device reads one, threads fill the other. On a CPU,
+pieces are copied directly.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from relax_hpc.base.parallel_copies import Copier
 
 Pair = tuple[Tensor, Tensor]
 """Source and target of one shape, in any strides; the source in host memory."""
-_ROOM_BYTES, _PIECE_BYTES = 64 << 20, 8 << 20
+_BUFFER_BYTES, _PIECE_BYTES = 64 << 20, 8 << 20
 _ALIGNED = 64
-_HANDS = 6
-"""Threads that copy: one copies about 10 GB/s, a link takes 50."""
+_THREADS = 6
+"""Copying threads: one copies about 10 GB/s, a link transfers 50 GB/s."""
 
 
 class Transfers:
-    """Copies to ``device``. What it needs is made at the first use and kept.
+    """Copies to ``device``. Its buffers are allocated at the first use.
 
     >>> target = torch.zeros(3)
     >>> Transfers(torch.device("cpu")).copy([(torch.ones(3), target)])
@@ -35,62 +35,61 @@ class Transfers:
     """
 
     def __init__(
-        self, device: torch.device, staged: bool | None = None, room_bytes: int = _ROOM_BYTES
+        self, device: torch.device, staged: bool | None = None, buffer_bytes: int = _BUFFER_BYTES
     ) -> None:
-        """``staged``: through the rooms, of ``room_bytes`` each; if None, where the device is none
-        of the host's."""
+        """``staged``: whether to use buffers, of ``buffer_bytes`` each. None: only if the device is
+        not the host."""
         self.device = device
         self._staged = device.type != "cpu" if staged is None else staged
-        self._room_bytes, self._piece_bytes = room_bytes, min(_PIECE_BYTES, room_bytes)
-        self._rooms: list[_Room] = []
-        self._copier = Copier(
-            "transfers", min(_HANDS, len(os.sched_getaffinity(0))) if self._staged else 2
-        )
+        self._buffer_bytes, self._piece_bytes = buffer_bytes, min(_PIECE_BYTES, buffer_bytes)
+        self._buffers: list[_PinnedBuffer] = []
+        threads = min(_THREADS, len(os.sched_getaffinity(0))) if self._staged else 2
+        self._copier = Copier("transfers", threads)
 
     def copy(self, pairs: Iterable[Pair]) -> None:
-        """Each source to its target, which may be of another type; they are there when this
-        returns."""
+        """Copy each source to its target, which may have another type. Returns when the copies are
+        complete."""
         self.send(pairs)
         self.wait()
 
     @torch.no_grad()
     def send(self, pairs: Iterable[Pair]) -> None:
-        """The same for what the device is asked next: sources are read when this returns."""
-        if self._staged and not self._rooms:
-            self._rooms = [_Room(self._room_bytes, self.device) for _ in range(2)]
-        cut = (
-            piece
-            for source, target in pairs
-            for piece in pieces(source, target.detach(), self._piece_bytes)
-        )
-        for batch in batches(cut, self._room_bytes):
+        """Copy each source to its target, ordered before the device's next work. Returns when the
+        sources are read."""
+        if self._staged and not self._buffers:
+            self._buffers = [_PinnedBuffer(self._buffer_bytes, self.device) for _ in range(2)]
+        for batch in batches(self._all_pieces(pairs), self._buffer_bytes):
             if self._staged:
-                self._rooms[0].send(batch, self._copier)
-                self._rooms.reverse()
+                self._buffers[0].send(batch, self._copier)
+                self._buffers.reverse()
             else:
-                _copy_here(batch, self._copier)
+                _copy_on_host(batch, self._copier)
+
+    def _all_pieces(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        for source, target in pairs:
+            yield from pieces(source, target.detach(), self._piece_bytes)
 
     def wait(self) -> None:
-        """Wait until all that was sent is there."""
-        for room in self._rooms:
-            room.wait()
+        """Wait until all sent pieces have arrived."""
+        for buffer in self._buffers:
+            buffer.wait()
 
 
 def pieces(source: Tensor, target: Tensor, limit: int) -> Iterator[Pair]:
-    """The same pair in pieces of about ``limit`` bytes of the source at most."""
-    parts = -(-source.nbytes // limit)
-    if parts < 2:
+    """Split a pair into pieces with at most about ``limit`` bytes of the source."""
+    count = -(-source.nbytes // limit)
+    if count < 2:
         if source.numel():
             yield source, target
         return
     axis = next(axis for axis, size in enumerate(source.shape) if size > 1)
-    rows = -(-source.shape[axis] // parts)
-    for one, other in zip(source.split(rows, axis), target.split(rows, axis), strict=True):
-        yield from pieces(one, other, limit)
+    rows = -(-source.shape[axis] // count)
+    for pair in zip(source.split(rows, axis), target.split(rows, axis), strict=True):
+        yield from pieces(*pair, limit)
 
 
 def batches(pairs: Iterable[Pair], limit: int) -> Iterator[list[Pair]]:
-    """Neighbours together whose sources fit into ``limit`` bytes, each at an aligned place."""
+    """Group consecutive pairs whose aligned sources fit into ``limit`` bytes."""
     batch: list[Pair] = []
     size = 0
     for pair in pairs:
@@ -108,7 +107,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def _copy_here(batch: list[Pair], copier: Copier) -> None:
+def _copy_on_host(batch: list[Pair], copier: Copier) -> None:
     same = [(source, target) for source, target in batch if source.dtype == target.dtype]
     copier.copy([source for source, _ in same], [target for _, target in same])
     for source, target in batch:
@@ -116,35 +115,34 @@ def _copy_here(batch: list[Pair], copier: Copier) -> None:
             target.copy_(source)
 
 
-class _Room:
-    """Pinned memory that is filled by this process and emptied by the device."""
+class _PinnedBuffer:
+    """Pinned memory that this process fills and the device reads."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._memory = allocate_host_memory(size + _ALIGNED, device.type == "cuda", "weights")
         self._device = device
-        self._taken = torch.cuda.Event() if device.type == "cuda" else None
+        self._read = torch.cuda.Event() if device.type == "cuda" else None
 
     def send(self, batch: list[Pair], copier: Copier) -> None:
-        """Returns when the sources are read; they arrive in the order of the device's current
-        stream."""
+        """Copy a batch through this buffer. Returns when the sources are read; the targets are
+        written in the order of the device's current stream."""
         self.wait()
-        staged, at = [], 0
+        staged, start = [], 0
         for source, _ in batch:
-            staged.append(
-                self._memory[at : at + source.nbytes].view(source.dtype).view(source.shape)
-            )
-            at += _aligned(source.nbytes)
+            memory = self._memory[start : start + source.nbytes]
+            staged.append(memory.view(source.dtype).view(source.shape))
+            start += _aligned(source.nbytes)
         copier.copy([source for source, _ in batch], staged)
-        for one, (_, target) in zip(staged, batch, strict=True):
-            plain = target.is_contiguous() and one.dtype == target.dtype
-            # Else torch would convert it here first, in memory that is not pinned.
-            target.copy_(
-                one if plain else one.to(self._device, non_blocking=True), non_blocking=True
-            )
-        if self._taken:
-            self._taken.record()
+        for values, (_, target) in zip(staged, batch, strict=True):
+            if not target.is_contiguous() or values.dtype != target.dtype:
+                # Converted on the device: torch 2.13 would first convert on the host, in memory
+                # that is not pinned.
+                values = values.to(self._device, non_blocking=True)
+            target.copy_(values, non_blocking=True)
+        if self._read:
+            self._read.record()
 
     def wait(self) -> None:
-        """Wait until the device has taken what was sent."""
-        if self._taken:
-            self._taken.synchronize()
+        """Wait until the device has read the buffer."""
+        if self._read:
+            self._read.synchronize()

@@ -1,8 +1,7 @@
-"""Tensors of a run's model that are not trained, such as what makes speech of thoughts: written
-once for all versions.
+"""Untrained tensors of a run's model, such as the talker of Qwen3-Omni. They are written once for
+all versions.
 
-Each version with files has that file too, by a hard link, so that its directory holds a whole
-model.
+Each version with files has a hard link to that file, so that its directory is a whole model.
 """
 
 from __future__ import annotations
@@ -52,15 +51,16 @@ class UntrainedTensors:
         return len(self._stored)
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         return sum(stored.bytes for _, stored in self._stored.values())
 
-    def files(self, name: str) -> dict[str, str]:
-        """Name of each tensor -> ``name``, that of the file."""
-        return dict.fromkeys(self._stored, name)
+    def weight_map(self, file: str) -> dict[str, str]:
+        """Name of each tensor -> ``file``, the name of its file."""
+        return dict.fromkeys(self._stored, file)
 
-    def put(self, target: Path) -> FileSums:
-        """Have the file as ``target`` too; its sums. OSError: no room, or it cannot be written."""
+    def link(self, target: Path) -> FileSums:
+        """Link the file to ``target``, and return its sums. OSError: the disk is full, or it cannot
+        be written."""
         if not self._sums:
             partial = self._path.with_name(f".{self._path.name}")
             self._sums = write_summed(self._pieces(), partial, sync=True)
@@ -69,7 +69,7 @@ class UntrainedTensors:
         try:
             target.hardlink_to(self._path)
         except OSError:
-            # Some filesystems have no links; where there is no room, this says so.
+            # Some file systems do not support hard links. A full disk fails here again.
             shutil.copyfile(self._path, target)
         return {target.name: self._sums}
 
@@ -83,7 +83,7 @@ class UntrainedTensors:
 
 
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Tensors in the header of a file. WeightsError: it is not a whole safetensors file."""
+    """Tensors in the header of a file. WeightsError: it is not a complete safetensors file."""
     try:
         return read_header(path, TYPE_BYTES).tensors
     except ConfigError as error:

@@ -1,5 +1,5 @@
-"""Versions on disk: a Hugging Face directory each, written by all ranks of the actor, readable
-without this program."""
+"""Versions on disk. Each is a Hugging Face directory, which all ranks of the actor write and other
+programs can read."""
 
 from __future__ import annotations
 
@@ -35,59 +35,56 @@ FOLDER = "model"
 LISTING = "files.json"
 TENSORS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_WEIGHTS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".gguf",
+_WEIGHT_SUFFIXES = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"),
+    *(".pt", ".pth", ".gguf"),
 )
-_MEANING = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
+_DEFINING_FILES = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "*.jinja", "*processor_config.json"),
+    "chat_template.json",
 )
-_MEANING += ("vocab.json", "merges.txt", "*.jinja", "*processor_config.json", "chat_template.json")
-"""Files of a model directory that say what its tensors mean. The rest, such as a README, may change
-during a run."""
+"""Files of a model directory that define the meaning of its tensors. Other files, such as a README,
+may change during a run."""
 
 
-def shares(tensors: Mapping[str, TensorInfo], writers: int) -> list[list[str]]:
-    """Names of the tensors that each of ``writers`` writes: neighbours by name, of about equal
-    bytes; some may get none.
+def divide_tensors(tensors: Mapping[str, TensorInfo], writers: int) -> list[list[str]]:
+    """Names of the tensors that each of ``writers`` writes: consecutive names of about equal bytes.
+    A writer may get none.
 
-    >>> shares({name: TensorInfo("U8", (10,)) for name in "abcd"}, 2)
+    >>> divide_tensors({name: TensorInfo("U8", (10,)) for name in "abcd"}, 2)
     [['a', 'b'], ['c', 'd']]
     """
-    total, seen = sum(tensor.bytes for tensor in tensors.values()), 0
-    found: list[list[str]] = [[] for _ in range(writers)]
+    total, assigned = sum(tensor.bytes for tensor in tensors.values()), 0
+    names: list[list[str]] = [[] for _ in range(writers)]
     for name in sorted(tensors):
-        found[min(writers - 1, writers * seen // max(1, total))].append(name)
-        seen += tensors[name].bytes
-    return found
+        names[min(writers - 1, writers * assigned // max(1, total))].append(name)
+        assigned += tensors[name].bytes
+    return names
 
 
 @dataclass(frozen=True, slots=True)
 class FileDivision:
-    """FileDivision of versions over files: one of each writer, and one more if something is not
-    trained."""
+    """Division of a version into files: one for each writer, and one for untrained tensors."""
 
     writers: int
-    more: bool = False
+    has_untrained: bool = False
     form: FileForm = field(default_factory=FileForm)
+
+    @property
+    def files(self) -> int:
+        """Number of files."""
+        return self.writers + self.has_untrained
 
     def shares(self, manifest: Manifest) -> list[dict[str, TensorInfo]]:
         """Tensors of each writer's file."""
-        stored = self.form.stored(manifest.tensors)
-        return [{name: stored[name] for name in names} for names in shares(stored, self.writers)]
+        stored = self.form.stored_tensors(manifest.tensors)
+        divided = divide_tensors(stored, self.writers)
+        return [{name: stored[name] for name in names} for names in divided]
 
     def file(self, number: int) -> str:
         """Name of a file."""
-        return file_name(number, self.writers + self.more)
+        return file_name(number, self.files)
 
 
 def write_share(
@@ -99,19 +96,19 @@ def write_share(
     memory: Path,
     sync: bool,
 ) -> FileSums:
-    """Write what writer ``number`` has to write of a version into ``folder``; the sums of its file.
+    """Write the file of writer ``number`` into ``folder``, and return its sums.
 
-    The file is put together in folder ``memory``. OSError: no room, or it cannot be written.
+    The file is assembled in folder ``memory``. OSError: the disk is full, or it cannot be written.
     """
-    mine = division.shares(manifest)[number]
-    if not mine:
+    share = division.shares(manifest)[number]
+    if not share:
         return {}
-    inside = {name: one for name, one in division.form.inside.items() if one.holder in mine}
+    inside = {name: inner for name, inner in division.form.inside.items() if inner.holder in share}
     temporary = memory / f".share-{os.getpid()}"
-    with SafetensorsFile(temporary, mine, inside) as file:
-        # Without a name it goes with this process, however that ends.
+    with SafetensorsFile(temporary, share, inside) as file:
+        # Without a name, the kernel frees the memory when this process ends, for any reason.
         temporary.unlink()
-        wanted = mine.keys() | inside.keys()
+        wanted = share.keys() | inside.keys()
         chunks = [
             chunk for chunk in manifest.chunks if any(part.name in wanted for part in chunk.parts)
         ]
@@ -121,7 +118,7 @@ def write_share(
 
 
 def file_name(number: int, files: int) -> str:
-    """Name of one of so many ``files``, as Hugging Face names them.
+    """Hugging Face's name of file ``number`` of ``files``.
 
     >>> file_name(0, 1), file_name(1, 4)
     ('model.safetensors', 'model-00002-of-00004.safetensors')
@@ -138,28 +135,30 @@ def finish(
     untrained: UntrainedTensors,
     sync: bool,
 ) -> str:
-    """Complete ``partial``, where every share is written, with the small files of the model
-    directory ``source`` and its ``untrained`` tensors, and give it its name; the digest to be
-    journaled. ``sums``: those of each writer's share. WeightsError: a small file is not as it was
-    published."""
+    """Complete and rename the directory ``partial``, in which all shares are written.
+
+    It adds the small files of the model directory ``source`` and its ``untrained`` tensors.
+    ``sums``: of each writer's share. Returns the digest to be journaled. WeightsError: a small file
+    has changed since the publication.
+    """
     small = copy_small(source, partial)
     check_small(small, manifest.small, source)
-    last = division.file(division.writers)
-    if division.writers + division.more > 1:
-        owner = {
-            name: division.file(number)
-            for number, mine in enumerate(division.shares(manifest))
-            for name in mine
-        }
-        owner |= untrained.files(last)
-        total = sum(tensor.bytes for tensor in manifest.tensors.values()) + untrained.bytes
-        index = {"metadata": {"total_size": total}, "weight_map": owner}
+    untrained_file = division.file(division.writers)
+    if division.files > 1:
+        weight_map: dict[str, str] = {}
+        for number, share in enumerate(division.shares(manifest)):
+            weight_map |= dict.fromkeys(share, division.file(number))
+        weight_map |= untrained.weight_map(untrained_file)
+        total = sum(tensor.bytes for tensor in manifest.tensors.values()) + untrained.total_bytes
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (partial / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    more = untrained.put(partial / last) if untrained else {}
-    every = [*sums, small, more]
-    listing = json.dumps(
-        {name: sum_ for share in every for name, sum_ in share.items()}, indent=1
-    ).encode()
+    all_sums: FileSums = {}
+    for share_sums in sums:
+        all_sums |= share_sums
+    all_sums |= small
+    if untrained:
+        all_sums |= untrained.link(partial / untrained_file)
+    listing = json.dumps(all_sums, indent=1).encode()
     write_atomic(partial.parent / LISTING, listing, sync)
     if sync:
         for path in partial.iterdir():
@@ -170,71 +169,70 @@ def finish(
         if sync:
             sync_directory(partial.parent)
     except OSError:
-        # It is written again, under a name that is free.
+        # The write is tried again, and needs its name for that.
         whole.rename(partial)
         raise
     return digest(listing)
 
 
 def copy_verified(directory: Path, expected: str, target: Path) -> int:
-    """Copy the files of a version's directory to ``target``, each as it was listed; the bytes
-    copied.
+    """Copy the files of a version's directory to ``target``, and compare them with the listing.
 
-    WeightsError names the file that is missing or damaged.
+    Returns the number of bytes. WeightsError names the file that is missing or damaged.
     """
     listing: FileSums = read_journaled(directory / LISTING, expected, json.loads)
-    for name, wanted in listing.items():
+    for name, listed in listing.items():
         path = directory / FOLDER / Path(name).name
         try:
-            found = copy_summed(path, target / path.name)
+            copied = copy_summed(path, target / path.name)
         except FileNotFoundError as error:
             raise WeightsError(f"{path}: {error.strerror}") from error
-        if found != wanted:
+        if copied != listed:
             raise WeightsError(
-                f"{path}: {found['bytes']} bytes do not match {LISTING}; it was replaced or damaged"
+                f"{path}: {copied['bytes']} bytes do not match {LISTING}; it was replaced or "
+                "damaged"
             )
-    return sum(wanted["bytes"] for wanted in listing.values())
+    return sum(listed["bytes"] for listed in listing.values())
 
 
 def copy_small(source: Path, target: Path) -> FileSums:
-    """Copy everything of a model directory but the weights; the sums of what was copied."""
-    found = {}
-    for path in _small(source):
+    """Copy all files of a model directory except the weights. Returns the sums of the copies."""
+    sums = {}
+    for path in _small_files(source):
         data = path.read_bytes()
         (target / path.name).write_bytes(data)
-        found[path.name] = _sums(data)
-    return found
+        sums[path.name] = _sums(data)
+    return sums
 
 
 def small_sums(directory: Path) -> FileSums:
-    """Checksums of the files of a model directory that say what its tensors mean."""
-    named = (
-        path
-        for path in _small(directory)
-        if any(fnmatch(path.name, pattern) for pattern in _MEANING)
-    )
-    return {path.name: _sums(path.read_bytes()) for path in named}
+    """Checksums of the files of a model directory that define the meaning of its tensors."""
+    files = [path for path in _small_files(directory) if _is_defining(path.name)]
+    return {path.name: _sums(path.read_bytes()) for path in files}
+
+
+def _is_defining(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in _DEFINING_FILES)
 
 
 def _sums(data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
 
 
-def check_small(found: FileSums, wanted: FileSums, directory: Path) -> None:
-    """WeightsError naming the first file of ``directory`` that is not as a version was published
-    with."""
-    for name, sums in wanted.items():
-        if found.get(name) != sums:
-            state = "is missing" if name not in found else "was replaced or damaged"
+def check_small(present: FileSums, published: FileSums, directory: Path) -> None:
+    """Compare the sums of files in ``directory`` with those of a published version. WeightsError
+    names the first file that differs."""
+    for name, sums in published.items():
+        if present.get(name) != sums:
+            state = "is missing" if name not in present else "was replaced or damaged"
             raise WeightsError(
                 f"{directory / name}: {state} since the run's weights were published"
             )
 
 
 def check_unchanged(weights: Path, model: Path) -> None:
-    """ConfigError if a run's model directory says another thing than when its newest version in
-    ``weights`` was made: whoever goes on with that run would take its tensors for what they are
-    not."""
+    """ConfigError if the defining files of a run's ``model`` directory have changed since its
+    newest version in ``weights``. A resumed run would misinterpret its tensors."""
     for path in sorted(weights.glob(f"*-v*/{MANIFEST}"), reverse=True):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             newest = Manifest.decode(path.read_bytes())
@@ -242,32 +240,27 @@ def check_unchanged(weights: Path, model: Path) -> None:
                 return check_small(small_sums(model), newest.small, model)
             except WeightsError as error:
                 raise ConfigError(
-                    f"{error}; put the file of that time back, or start a new run"
+                    f"{error}; restore the previous file, or start a new run"
                 ) from error
 
 
 def check_listed(directory: Path) -> None:
-    """ConfigError if ``directory`` is the model of a run's version, and its small files are not as
-    they were listed."""
+    """ConfigError if ``directory`` is the model of a run's version, and its defining files do not
+    match the listing."""
     listing = directory.parent / LISTING
     if directory.name == FOLDER and listing.is_file():
         try:
             listed: FileSums = json.loads(listing.read_bytes())
-            small = {
-                name: sums
-                for name, sums in listed.items()
-                if any(fnmatch(name, one) for one in _MEANING)
-            }
+            small = {name: sums for name, sums in listed.items() if _is_defining(name)}
             check_small(small_sums(directory), small, directory)
         except (ValueError, AttributeError, WeightsError) as error:
             raise ConfigError(f"{error}; take another version, or copy it again") from error
 
 
-def _small(directory: Path) -> list[Path]:
-    return sorted(
-        path for path in directory.iterdir() if path.is_file() and not _is_weights(path.name)
-    )
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(_WEIGHTS)
+def _small_files(directory: Path) -> list[Path]:
+    """All files of a model directory except the weights."""
+    files = []
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
+            files.append(path)
+    return files
