@@ -221,7 +221,7 @@ def test_of_a_dead_actor_the_newest_version_with_files_is_readable(stage):
     assert stage.fetch(reader) == 2 and reader.fetcher.puller.bytes.keys() == {"file"}
     reader.served(Version(1, 2))
     assert stage.fetch(reader) is None, "version 3 was in its memory alone"
-    assert reader.serving == Version(1, 2) and reader._given_up == Version(1, 3), (
+    assert reader.serving == Version(1, 2) and reader._unreadable == Version(1, 3), (
         "and is not told of again"
     )
 
@@ -620,7 +620,9 @@ def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path, k
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 7])
 def test_shares_are_whole_tensors_and_all_of_them(writers):
-    tensors = {f"t{number}": version_files.Tensor("F32", (number + 1, 10)) for number in range(5)}
+    tensors = {
+        f"t{number}": version_files.TensorInfo("F32", (number + 1, 10)) for number in range(5)
+    }
     shares = version_files.divide_tensors(tensors, writers)
     assert (
         sorted(name for share in shares for name in share) == sorted(tensors)

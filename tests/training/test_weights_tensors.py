@@ -87,7 +87,7 @@ WHOLE = {"w": TensorInfo("F32", (4, 2)), "v": TensorInfo("F32", (3,))}
         ([("w", 0, 1, 4), ("v", 0, 0, 3)], "tensor w lacks rows, or has them twice, at 0"),
         ([("w", 0, 0, 2), ("w", 1, 0, 2), ("v", 0, 0, 3)], r"axes \[0, 1\]"),
         ([("w", 5, 0, 4), ("v", 0, 0, 3)], r"axes \[5\]"),
-        ([("x", 0, 0, 4)], "a part of x, which is no tensor"),
+        ([("x", 0, 0, 4)], "a part of x, which is not a tensor"),
     ],
 )
 def test_what_is_no_partition_is_named(parts, wrong: str) -> None:
