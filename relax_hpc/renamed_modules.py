@@ -45,6 +45,7 @@ RENAMED = {
     "fields": "base.fields",
     "foreign_files": "base.foreign_files",
     "gateway": "rollout.agents.gateway",
+    "gateway.place": "rollout.agents.gateway.address",
     "host_memory": "base.host_memory",
     "imports": "base.imports",
     "last_error": "base.last_error",

@@ -20,7 +20,7 @@ from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.rendering import Renderer
-from relax_hpc.rollout.agents.session import Session
+from relax_hpc.rollout.agents.session import AgentSession
 from relax_hpc.rollout.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.episodes.history import History, OpenRow
 from relax_hpc.rollout.episodes.turns import Start
@@ -171,16 +171,16 @@ def chats_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chats]:
 
 def session_of(
     chats: Chats, engine: ToldEngine, history: History | None = None, **limits: int
-) -> Session:
+) -> AgentSession:
     """A session that asks ``engine``. ``limits``: fields of `EnvironmentConfig`."""
     bounds = Bounds(EnvironmentConfig(**{"max_turns": 50} | limits), 4000, 8000)
     renderer = Renderer(chats.template, chats.tokenizer)
-    return Session(
+    return AgentSession(
         engine.start(), history or History(), renderer, chats.tokenizer, bounds, lambda reason: None
     )
 
 
-async def ask(session: Session, messages: list[Body], **about: Any) -> Body:
+async def ask(session: AgentSession, messages: list[Body], **about: Any) -> Body:
     """The message that answers a chat."""
     body = json.dumps({"messages": messages, **about}).encode()
     reply = await session.reply(COMPLETIONS, body, 0)
@@ -190,7 +190,7 @@ async def ask(session: Session, messages: list[Body], **about: Any) -> Body:
     return json.loads(reply.body)["choices"][0]["message"]
 
 
-def rows(session: Session) -> list[OpenRow]:
+def rows(session: AgentSession) -> list[OpenRow]:
     """All rows of ``session``."""
     return session._history.rows
 

@@ -15,9 +15,9 @@ import pytest
 
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.net.transport.exchange import Message
-from relax_hpc.rollout.agents.gateway.broker import message_of
+from relax_hpc.rollout.agents.gateway.broker import encode_reply
 from relax_hpc.rollout.agents.gateway.front import Reply
-from relax_hpc.rollout.agents.session import Session
+from relax_hpc.rollout.agents.session import AgentSession
 from relax_hpc.rollout.episodes.history import History
 from tests.requirements import requires
 from tests.rollout.agent_helpers import (  # noqa: F401
@@ -42,16 +42,18 @@ FUNCTION = TOOLS[0]["function"]
 QUESTION = "What is 2 + 2?"
 
 
-def session_that_says(chats: Chats) -> tuple[Session, ToldEngine]:
+def session_that_says(chats: Chats) -> tuple[AgentSession, ToldEngine]:
     said = iter(SAID)
     engine = ToldEngine(lambda before, most: chats.said(next(said)))
     return session_of(chats, engine, History()), engine
 
 
 @asynccontextmanager
-async def served(folder: Path, session: Session) -> AsyncIterator[AsyncOpenAI]:
+async def served(folder: Path, session: AgentSession) -> AsyncIterator[AsyncOpenAI]:
     async def answer(message: Message) -> Message:
-        return message_of(await session.reply(message["path"], message["body"], message["repeats"]))
+        return encode_reply(
+            await session.reply(message["path"], message["body"], message["repeats"])
+        )
 
     async with gateway(folder) as there:
         link, bearer = await there.opened("one", answer)
@@ -60,7 +62,7 @@ async def served(folder: Path, session: Session) -> AsyncIterator[AsyncOpenAI]:
         link.close()
 
 
-def check(chats: Chats, session: Session, engine: ToldEngine) -> None:
+def check(chats: Chats, session: AgentSession, engine: ToldEngine) -> None:
     """All of it is one row, whose tokens are those of the whole chat."""
     (row,) = rows(session)
     result = {"role": "tool", "content": "4"}

@@ -123,7 +123,7 @@ def test_bounds_of_an_episode_are_kept_and_endless_requests_end_it(chats: Chats)
             await ask(session, [USER])
         assert {row.length for row in rows(session)} == {5}
         assert code((await session.reply(COMPLETIONS, body, 0)).body) == "max_turns"
-        assert session._bounds.met == "max_turns" and not session.over.is_set()
+        assert session._bounds.reached == "max_turns" and not session.over.is_set()
         for _ in range(100):
             await session.reply("/v1/embeddings", b"{}", 0)
         assert not session.over.is_set(), "what there is not may be asked for"
@@ -249,7 +249,7 @@ def test_an_answer_that_no_message_can_hold_ends_its_episode_by_name(
     chats: Chats, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """A stream of `/v1/responses` has the text of an answer six times."""
-    monkeypatch.setattr(session_module, "_MOST_REPLY_BYTES", 1000)
+    monkeypatch.setattr(session_module, "_MAX_REPLY_BYTES", 1000)
 
     async def play() -> None:
         request = {"input" if path == "/v1/responses" else "messages": [USER], "stream": True}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.base.versions import Version
 from relax_hpc.rollout.agents import session as session_module
-from relax_hpc.rollout.agents.session import Session
+from relax_hpc.rollout.agents.session import AgentSession
 from relax_hpc.rollout.engines.engine import BadAnswer, GenerateRequest, Generation
 from relax_hpc.rollout.episodes.history import History, OpenRow
 from tests.rollout.agent_helpers import (  # noqa: F401
@@ -156,7 +156,7 @@ def test_every_answer_is_in_one_row_and_follows_the_tokens_that_it_was_drawn_aft
 
 
 def test_a_program_that_is_begun_again_gets_the_turns_that_the_log_has(chats: Chats) -> None:
-    async def chat(session: Session, last: str = "c") -> None:
+    async def chat(session: AgentSession, last: str = "c") -> None:
         messages = [USER]
         for text in ("a", "b", last):
             messages += [await ask(session, messages), {"role": "user", "content": text}]
@@ -252,7 +252,7 @@ def test_a_request_whose_client_hangs_up_is_no_turn(chats: Chats, goes_on: bool)
         assert [row.turns for row in rows(session)] == (
             [[len(chats.said("ok"))]] if goes_on else []
         )
-        assert session._bounds.asked == int(goes_on) and history.is_other
+        assert session._bounds.turns == int(goes_on) and history.is_other
         engine.asked.append(([], []))
         messages += [await ask(session, messages)]
         (row,) = rows(session)
@@ -275,7 +275,7 @@ def test_a_client_that_counts_its_retries_has_time_for_one(chats: Chats) -> None
         session._start = replace(start, ask=once)
         body = json.dumps({"messages": [USER]}).encode()
         abandoned = asyncio.create_task(session.reply(COMPLETIONS, body, 0))
-        while not session._drawing:
+        while not session._generating:
             await asyncio.sleep(0)
         abandoned.cancel()
         await asyncio.gather(abandoned, return_exceptions=True)
@@ -333,7 +333,7 @@ def test_an_answer_that_comes_after_its_client_hung_up_is_no_turn(chats: Chats) 
         for messages in (chat, [USER, USER]):
             body = json.dumps({"messages": messages}).encode()
             abandoned = asyncio.create_task(session.reply(COMPLETIONS, body, 0))
-            while not session._drawing:
+            while not session._generating:
                 await asyncio.sleep(0)
             abandoned.cancel()
             await asyncio.gather(abandoned, return_exceptions=True)

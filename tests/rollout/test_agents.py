@@ -88,7 +88,7 @@ def test_an_agent_program_that_knows_nothing_of_us_plays_an_episode(
                 and "{'level': 3}" in info["output"]
                 and info["exit_code"] == 0
             )
-            assert node.broker.asked == 2
+            assert node.broker.request_count == 2
 
     asyncio.run(play())
 
@@ -331,7 +331,7 @@ def test_a_gateway_is_waited_for_without_the_clock_of_the_episode(
                     ToldEngine(lambda before, limit: chats.said("ok")),
                     player._backend._endpoint,
                 )
-                player._limit_s, reached = LIMIT_S / 2, endpoint.reached
+                player._limit_s, reached = LIMIT_S / 2, endpoint.connect
 
                 async def late() -> Any:
                     nonlocal ahead_s
@@ -339,7 +339,7 @@ def test_a_gateway_is_waited_for_without_the_clock_of_the_episode(
                     await asyncio.sleep(0)
                     return await reached()
 
-                endpoint.reached = late
+                endpoint.connect = late
                 assert (
                     isinstance(await player.play(History(), engine.start()), Episode) and not faults
                 )

@@ -14,10 +14,10 @@ import pytest
 from relax_hpc.net.transport.exchange import Exchange, Message, PeerGone, TooLarge
 from relax_hpc.net.transport.sockets import connect
 from relax_hpc.net.transport.wire import BadMessage, pack
-from relax_hpc.rollout.agents.gateway.broker import message_of
+from relax_hpc.rollout.agents.gateway.address import purpose_of
+from relax_hpc.rollout.agents.gateway.broker import encode_reply
 from relax_hpc.rollout.agents.gateway.forward import Forwarder
-from relax_hpc.rollout.agents.gateway.front import MOST_BYTES, Reply, key_of
-from relax_hpc.rollout.agents.gateway.place import purpose_of
+from relax_hpc.rollout.agents.gateway.front import MAX_BYTES, Reply, key_of
 from tests.rollout.gateway_helpers import LIMIT_S, gateway
 
 
@@ -45,7 +45,7 @@ async def echo(message: Message) -> Message:
     said = {name: message[name] for name in ("session", "path")} | {
         "body": message["body"].decode()
     }
-    return message_of(Reply(200, json.dumps(said).encode()))
+    return encode_reply(Reply(200, json.dumps(said).encode()))
 
 
 def test_a_bearer_opens_its_session_and_nothing_else(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_bearer_opens_its_session_and_nothing_else(tmp_path: Path) -> None:
             token = there.run.token().decode()
             for forged in ("", "sk-three", key_of(first), first + "x", token, "Bearer"):
                 assert await code_of(there.url, forged) == (401, "unknown_bearer")
-            with pytest.raises(PeerGone, match="another has a session of this key"):
+            with pytest.raises(PeerGone, match="another peer has a session with this key"):
                 await two.call(do="open", session="one", key=key_of(first))
             await two.call(do="close", key=key_of(first))
             assert (await post(there.url, first))[0] == 200, "nobody closes the session of another"
@@ -91,7 +91,7 @@ def test_what_is_too_large_or_never_comes_costs_nobody_else_anything(tmp_path: P
             link, bearer = await there.opened("one", echo)
             place = there.url.removeprefix("http://").split(":")
             silent = [await asyncio.open_connection(*place) for _ in range(3)]
-            assert await code_of(there.url, bearer, body=b" " * (MOST_BYTES + 1)) == (
+            assert await code_of(there.url, bearer, body=b" " * (MAX_BYTES + 1)) == (
                 413,
                 "too_large",
             )
@@ -102,7 +102,7 @@ def test_what_is_too_large_or_never_comes_costs_nobody_else_anything(tmp_path: P
             )
             writer.write(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
             chunk = b"%x\r\n%b\r\n" % (1 << 20, b" " * (1 << 20))
-            for _ in range(MOST_BYTES >> 20):
+            for _ in range(MAX_BYTES >> 20):
                 writer.write(chunk)
             writer.write(chunk + b"0\r\n\r\n")
             assert b" 413 " in await reader.readline(), "it did not say how much would come"
@@ -143,7 +143,7 @@ def test_odd_headers_are_no_fault_of_the_gateway(
 
         async def note(message: Message) -> Message:
             requests.append(message)
-            return message_of(Reply(200, b"{}"))
+            return encode_reply(Reply(200, b"{}"))
 
         async with gateway(tmp_path) as there:
             link, bearer = await there.opened("one", note)
@@ -284,7 +284,7 @@ def test_agents_of_another_node_go_through_its_forwarder(tmp_path: Path) -> None
                 status, body = await post(url, bearer, b"hello")
                 assert status == 200 and json.loads(body)["body"] == "hello"
                 assert await code_of(url, key_of(bearer)) == (401, "unknown_bearer")
-                assert await code_of(url, bearer, body=b" " * (MOST_BYTES + 1)) == (
+                assert await code_of(url, bearer, body=b" " * (MAX_BYTES + 1)) == (
                     413,
                     "too_large",
                 )

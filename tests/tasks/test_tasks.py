@@ -283,7 +283,9 @@ def test_an_episode_has_a_deadline_for_what_it_does_itself() -> None:
     )
     late = asyncio.run(play(Dawdling(), request, slow, 0.2))
     assert isinstance(late, BadAnswer) and late.reason == "episode_timeout"
-    assert str(late).endswith("not done in 0.2 s of its own (rollout.episode_timeout_s)")
+    assert str(late).endswith(
+        "took 0.2 s without the time of responses (rollout.episode_timeout_s)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,11 @@ from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.net.transport.exchange import Message
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.gateway import serving
-from relax_hpc.rollout.agents.gateway.broker import message_of
+from relax_hpc.rollout.agents.gateway.broker import encode_reply
 from relax_hpc.rollout.agents.gateway.front import key_of
 from relax_hpc.rollout.agents.gateway.link import reach
 from relax_hpc.rollout.agents.rendering import Renderer
-from relax_hpc.rollout.agents.session import Session
+from relax_hpc.rollout.agents.session import AgentSession
 from relax_hpc.rollout.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.turns import Start
@@ -83,7 +83,7 @@ async def gateway(run: RunDir) -> AsyncIterator[int]:
         await process.wait()
 
 
-def session_of(tokenizer: Tokenizer, template: ChatTemplate, talk: Talk) -> Session:
+def session_of(tokenizer: Tokenizer, template: ChatTemplate, talk: Talk) -> AgentSession:
     """A session whose engine answers at once."""
     drawn = [*tokenizer.encode("a" * (talk.answered - 1), special=False), tokenizer.eos_ids[0]]
 
@@ -101,7 +101,7 @@ def session_of(tokenizer: Tokenizer, template: ChatTemplate, talk: Talk) -> Sess
         ask,
     )
     bounds = Bounds(EnvironmentConfig(max_turns=talk.turns), ROOM, ROOM)
-    return Session(start, History(), Renderer(template, tokenizer), tokenizer, bounds, print)
+    return AgentSession(start, History(), Renderer(template, tokenizer), tokenizer, bounds, print)
 
 
 async def chat(session: aiohttp.ClientSession, talk: Talk, seed: int) -> AsyncIterator[None]:
@@ -120,7 +120,7 @@ async def chat(session: aiohttp.ClientSession, talk: Talk, seed: int) -> AsyncIt
 async def costs(folder: Path, talk: Talk, chats: int) -> list[float]:
     """CPU seconds of each request, of all that is between a client, which has a process of its own,
     and an engine."""
-    run, found, sessions = RunDir(folder / "run"), list[float](), dict[str, Session]()
+    run, found, sessions = RunDir(folder / "run"), list[float](), dict[str, AgentSession]()
     run.create()
     run.rendezvous("hub").mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder)
@@ -128,7 +128,7 @@ async def costs(folder: Path, talk: Talk, chats: int) -> list[float]:
     template.render([{"role": "user", "content": "begin"}])
 
     async def answer(message: Message) -> Message:
-        return message_of(
+        return encode_reply(
             await sessions[message["session"]].reply(message["path"], message["body"], 0)
         )
 

@@ -1,2 +1,2 @@
-"""Episodes of existing agent programs: each is a process that talks to the run's endpoint as if it
-was OpenAI's, and what it asks and is answered becomes rows, token by token."""
+"""Episodes of existing agent programs. A program is a process that uses the run's endpoint like
+OpenAI's. Its requests and their answers become rows, token by token."""

@@ -1,5 +1,5 @@
-"""Agent programs of a rollout process: each plays an episode, in a process of its own, at the run's
-endpoint."""
+"""Agent programs of a rollout process. Each program plays one episode in a separate process, and
+uses the run's endpoint."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from relax_hpc.base.error_origin import ErrorOrigin
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
 from relax_hpc.data.chat import template_for
+from relax_hpc.data.generation import Episode, FinishReason
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.base import Beginning, EnvironmentFault
 from relax_hpc.environments.plain_values import finite_number
@@ -26,21 +27,21 @@ from relax_hpc.net.transport.exchange import Message, PeerGone
 from relax_hpc.queue.presence import longest_wait_s
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.endpoint import Endpoint
-from relax_hpc.rollout.agents.gateway.broker import message_of
+from relax_hpc.rollout.agents.gateway.broker import encode_reply
 from relax_hpc.rollout.agents.gateway.front import key_of
 from relax_hpc.rollout.agents.gateway.link import Link
 from relax_hpc.rollout.agents.options import AgentOptions
 from relax_hpc.rollout.agents.program import Program
 from relax_hpc.rollout.agents.rendering import Renderer
-from relax_hpc.rollout.agents.session import Session
-from relax_hpc.rollout.engines.engine import BadAnswer, Episode, FinishReason
+from relax_hpc.rollout.agents.session import AgentSession
+from relax_hpc.rollout.engines.engine import BadAnswer
 from relax_hpc.rollout.episodes.history import History, OpenRow
 from relax_hpc.rollout.episodes.turns import Start
 
-_SHOWN = 2000
-"""Characters of what a program has printed last that samples and faults show."""
-_SHOWN_REWARD = 80
-"""Characters of a reward that is no number that samples and faults show."""
+_SHOWN_CHARS = 2000
+"""Characters at the end of a program's output that samples and faults show."""
+_SHOWN_REWARD_CHARS = 80
+"""Characters of an invalid reward that samples and faults show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,14 @@ class ProgramEnd:
     """End of an episode that a program has played."""
 
     row: OpenRow
-    """Row of the newest answer."""
+    """Row of the last answer."""
     reason: FinishReason
     outcome: Mapping[str, Any]
     """`info` and `reward`, see `Episode.outcome`."""
 
 
 class ProgramKilled(EnvironmentFault):
-    """Fault of a program that a signal has ended after an answer."""
+    """Fault of a program that was ended by a signal after an answer."""
 
     def __init__(self, detail: str, end: ProgramEnd, origin: ErrorOrigin) -> None:
         super().__init__("environment_died", detail, origin)
@@ -63,27 +64,27 @@ class ProgramKilled(EnvironmentFault):
 
 
 class Agents:
-    """A `EpisodeBackend` of programs; for one event loop."""
+    """An `EpisodeBackend` of agent programs; for one event loop."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, count: Callable[[str], None]) -> None:
-        """``count`` is called with the reason of each request, or result, that is refused.
-        ConfigError: there is no program, or no template for its chats."""
+        """``count`` is called with the reason of each refused request or result. ConfigError: the
+        options name no program, or the chat template does not exist."""
         self._config, self._tokenizer, self._count = config, tokenizer, count
         self._options = options = AgentOptions.from_options(config.environment.options)
-        # Whoever wants a system's message has the program say it.
+        # No system message of the run: a program sends its own.
         chats = replace(config.data, chat_template=options.chat_template, system="")
         self._template = template_for(chats, tokenizer)
         self._renderer = Renderer(self._template, tokenizer)
         limits = config.environment
-        self._places = asyncio.Semaphore(limits.processes * limits.per_process)
-        self._sessions: dict[str, Session] = {}
+        self._programs = asyncio.Semaphore(limits.processes * limits.per_process)
+        self._sessions: dict[str, AgentSession] = {}
         self._names = map(str, itertools.count())
         self._endpoint = Endpoint(RunDir(Path(config.run_dir)), self._serve, longest_wait_s(config))
         self._reported_namespaces = not options.pid_namespace
 
     async def start(self) -> None:
-        """See `EpisodeBackend.start`. DeadlineError: there is no gateway."""
-        await self._endpoint.reached()
+        """See `EpisodeBackend.start`. DeadlineError: no gateway was found."""
+        await self._endpoint.connect()
 
     async def close(self) -> None:
         """See `EpisodeBackend.close`."""
@@ -98,38 +99,39 @@ class Agents:
             kinds = ", ".join(sorted({medium.kind.value for medium in start.prompt.media}))
             raise BadAnswer(
                 "environment_answer",
-                f"found {kinds} in the prompt, allowed: text; agent programs are given no media",
+                f"found {kinds} in the prompt, allowed: text; agent programs get no media",
             )
         rows, prompts = self._config.rollout.max_new_tokens, self._config.data.max_prompt_tokens
         bounds = Bounds(self._config.environment, start.request.budget, prompts + rows)
         with start.waiting():
-            await self._places.acquire()
+            await self._programs.acquire()
         try:
             while True:
                 with start.waiting():
-                    link, url = await self._endpoint.reached()
-                session = Session(
+                    link, url = await self._endpoint.connect()
+                session = AgentSession(
                     start, history, self._renderer, self._tokenizer, replace(bounds), self._count
                 )
-                if end := await self._run_program(session, start.beginning, link, url):
+                end = await self._run_program(session, start.beginning, link, url)
+                if end:
                     return _end_episode(history, end)
         finally:
-            self._places.release()
+            self._programs.release()
 
     def conclude(self, history: History, fault: EnvironmentFault) -> Episode | None:
-        """See `EpisodeBackend.conclude`: the answers before a signal stay an episode."""
+        """See `EpisodeBackend.conclude`. The answers before a signal are an episode."""
         return _end_episode(history, fault.end) if isinstance(fault, ProgramKilled) else None
 
     async def _run_program(
-        self, session: Session, begin: Beginning, link: Link, url: str
+        self, session: AgentSession, beginning: Beginning, link: Link, url: str
     ) -> ProgramEnd | None:
-        """End of the episode that a program plays; None: the gateway has gone. EnvironmentFault;
-        BadAnswer and EngineRetry as `Start.drawn`."""
+        """Run a program until its episode ends; None: the connection to the gateway was lost.
+        EnvironmentFault; BadAnswer and EngineRetry as `Start.draw_turn`."""
         task = {
-            "prompt": begin.prompt,
-            "metadata": begin.metadata,
-            "seed": begin.seed,
-            "episode": begin.episode,
+            "prompt": beginning.prompt,
+            "metadata": beginning.metadata,
+            "seed": beginning.seed,
+            "episode": beginning.episode,
         }
         options, memory_bytes = self._options, self._config.environment.memory_mb << 20
         async with self._open(session, link) as bearer:
@@ -137,25 +139,24 @@ class Agents:
             program = Program(
                 options.command, variables, task, memory_bytes, options.pid_namespace, bearer
             )
-            code = await _first(program.run(), session.over.wait(), link.lost.wait())
+            code = await _run_until(program.run(), session.over.wait(), link.lost.wait())
         self._report_namespaces(program)
         if session.error:
             raise session.error
         if link.lost.is_set():
             return None
         session.drop_unread()
-        how = f"it ended by code {code}" if code is not None else "it was ended"
+        ending = f"it ended by code {code}" if code is not None else "it was ended"
         if not session.last:
-            refused = (
-                f"; its last refused request: {session.last_refusal}"
-                if session.last_refusal
-                else ""
-            )
-            detail = f"{how}, without an answer{refused}; {_printed(program)}"
+            detail = f"{ending}, without an answer"
+            if session.last_refusal:
+                detail += f"; its last refused request: {session.last_refusal}"
+            detail += f"; {_describe_output(program)}"
             raise EnvironmentFault("environment_died", detail, _last_errors(program))
         is_killed = (code or 0) < 0 and not program.has_sent_result
         info, result = self._read_result(program)
-        # Its output before a signal may come from the command that has sent the signal.
+        # The last line of its output is not its result: it may be from the command that has sent
+        # the signal.
         reward = None if is_killed else _read_reward(result)
         reason = session.reason
         if reason == "env_done" and code != 0 and reward is None:
@@ -163,15 +164,16 @@ class Agents:
         info = {"exit_code": code, "refused": dict(session.refused), **info}
         end = ProgramEnd(session.last, reason, {"info": info, "reward": reward})
         if is_killed:
-            raise ProgramKilled(f"{how}; {_printed(program)}", end, _last_errors(program))
+            detail = f"{ending}; {_describe_output(program)}"
+            raise ProgramKilled(detail, end, _last_errors(program))
         return end
 
     def _read_result(self, program: Program) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Entries of `info` about a program, and its result, empty if it gave none. A reward that
-        is no number is named."""
+        """Entries of `info` about a program, and its result, which is empty if it gave none. An
+        invalid reward is named in `info`."""
         info: dict[str, Any] = {
-            "output": program.output[-_SHOWN:],
-            "errors": program.errors[-_SHOWN:],
+            "output": program.output[-_SHOWN_CHARS:],
+            "errors": program.errors[-_SHOWN_CHARS:],
         }
         if program.forged:
             self._count("forged_result")
@@ -186,12 +188,12 @@ class Agents:
         info["said"] = result
         if result.get("reward") is not None and _read_reward(result) is None:
             self._count("bad_result")
-            value = json.dumps(result["reward"], ensure_ascii=False)[:_SHOWN_REWARD]
+            value = json.dumps(result["reward"], ensure_ascii=False)[:_SHOWN_REWARD_CHARS]
             info["result_error"] = f"reward: found {value}, allowed: a finite number, true or false"
         return info, result
 
     def _report_namespaces(self, program: Program) -> None:
-        """Say once in the log of this role why programs have no PID namespace."""
+        """Print once in the log of this role why programs have no PID namespace."""
         if program.no_namespace and not self._reported_namespaces:
             self._reported_namespaces = True
             print(
@@ -201,11 +203,11 @@ class Agents:
             )
 
     @contextlib.asynccontextmanager
-    async def _open(self, session: Session, link: Link) -> AsyncIterator[str]:
-        """The bearer of a session, while that is open."""
+    async def _open(self, session: AgentSession, link: Link) -> AsyncIterator[str]:
+        """Open a session at the gateway while the body runs, and return its bearer."""
         name, bearer = next(self._names), f"sk-{secrets.token_urlsafe(32)}"
         self._sessions[name] = session
-        # If the connection is lost, `link.lost` says so.
+        # `_run_program` waits for `link.lost` in the body.
         with contextlib.suppress(PeerGone):
             await link.call(do="open", session=name, key=key_of(bearer))
         try:
@@ -217,28 +219,28 @@ class Agents:
                 await link.call(do="close", key=key_of(bearer))
 
     async def _serve(self, message: Message) -> Message:
-        """Answer to the gateway. LookupError: of a session that has ended."""
+        """Answer a request that the gateway forwards. LookupError: its session has ended."""
         session = self._sessions[message["session"]]
         request = (message[name] for name in ("path", "body", "repeats", "idempotency"))
-        return message_of(await session.reply(*request))
+        return encode_reply(await session.reply(*request))
 
 
 def _end_episode(history: History, end: ProgramEnd) -> Episode:
-    """The whole episode, without answers that a program has asked for and not waited for."""
+    """End the episode, without answers that the program did not wait for."""
     for row in list(history.rows):
         if not row.turns:
             history.rows.remove(row)
         elif row.length == row.turns[-1]:
             continue
         row.draft = row.prefix(row.turns[-1] if row.turns else 0)
-        # The log may have the answers that are left out here.
+        # The log may have the answers that are removed here.
         history.is_other = True
     return history.end(end.reason, end.row, end.outcome)
 
 
-async def _first(work: Awaitable[int], *events: Awaitable[Any]) -> int | None:
-    """Result of ``work``; None if one of ``events`` comes first, which cancels ``work``.
-    EnvironmentFault: there is no such program."""
+async def _run_until(work: Awaitable[int], *events: Awaitable[Any]) -> int | None:
+    """Result of ``work``; None: one of ``events`` was first, and ``work`` was cancelled.
+    EnvironmentFault: the program cannot be started."""
     task = asyncio.ensure_future(work)
     tasks = [task, *map(asyncio.ensure_future, events)]
     try:
@@ -255,20 +257,20 @@ async def _first(work: Awaitable[int], *events: Awaitable[Any]) -> int | None:
 
 
 def _read_reward(result: Mapping[str, Any]) -> float | None:
-    """The reward in a program's result, with true as 1 and false as 0; None: it has none, or one
-    that is no finite number."""
+    """The reward in a program's result, with true as 1 and false as 0; None: the result has no
+    reward, or it is not a finite number."""
     reward = result.get("reward")
     return finite_number(int(reward) if isinstance(reward, bool) else reward)
 
 
 def _last_errors(program: Program) -> ErrorOrigin:
-    """End of a program's standard error: of one in Python, the traceback that has ended it."""
-    return ErrorOrigin(traceback=program.errors[-_SHOWN:].rstrip())
+    """End of a program's standard error. For a Python program this is usually the traceback."""
+    return ErrorOrigin(traceback=program.errors[-_SHOWN_CHARS:].rstrip())
 
 
 def failure_of_program(episode: Episode | BadAnswer) -> tuple[str, ErrorOrigin] | None:
-    """Description of a program that has failed after an answer, without a reward, and the end of
-    its standard error. None: ``episode`` ended otherwise."""
+    """Description of a program that has failed after an answer and without a reward, and the end of
+    its standard error. None: ``episode`` ended in another way."""
     if not isinstance(episode, Episode) or episode.finish_reason != "program_failed":
         return None
     info = (episode.outcome or {}).get("info", {})
@@ -278,11 +280,9 @@ def failure_of_program(episode: Episode | BadAnswer) -> tuple[str, ErrorOrigin] 
     return detail, ErrorOrigin(traceback=errors)
 
 
-def _printed(program: Program) -> str:
-    return (
-        f"it printed {program.output[-_SHOWN:]!r}, and {program.errors[-_SHOWN:]!r} to standard "
-        "error"
-    )
+def _describe_output(program: Program) -> str:
+    output, errors = program.output[-_SHOWN_CHARS:], program.errors[-_SHOWN_CHARS:]
+    return f"it printed {output!r}, and {errors!r} to standard error"
 
 
 _OTHER_NAMES = {
@@ -292,12 +292,12 @@ _OTHER_NAMES = {
     "ANTHROPIC_AUTH_TOKEN": "ANTHROPIC_API_KEY",
 }
 """Other names of these variables, which langchain-openai 1.7, langchain-anthropic, litellm 1.110
-and Claude Code read first. The user's own environment may have them."""
+and Claude Code read first. They are set only if the user's environment has them."""
 
 
 def _variables(configured: Mapping[str, str], url: str, bearer: str) -> dict[str, str]:
-    """Environment variables of a program beyond this process's, those that are ``configured``
-    included."""
+    """Environment variables of a program in addition to those of this process, including the
+    ``configured`` ones."""
     endpoint = {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": bearer,
@@ -308,7 +308,7 @@ def _variables(configured: Mapping[str, str], url: str, bearer: str) -> dict[str
         name: endpoint[usual] for name, usual in _OTHER_NAMES.items() if name in os.environ
     }
     return {
-        # What a Python program has printed is there also if it is killed.
+        # The output of a Python program is then complete also if it is killed.
         "PYTHONUNBUFFERED": "1",
         **inherited,
         **configured,
@@ -318,14 +318,14 @@ def _variables(configured: Mapping[str, str], url: str, bearer: str) -> dict[str
 
 
 def _without_proxy(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which HTTP clients reach this node itself without a proxy.
+    """Variables with which HTTP clients connect to this node without a proxy.
 
     Sites set `http_proxy` on nodes without a route to the internet. urllib, requests and httpx then
-    ask the proxy for 127.0.0.1 as well, unless `no_proxy` names it.
+    use the proxy for 127.0.0.1 too, unless `no_proxy` names it.
     """
     environment = {**os.environ, **variables}
     listed = ",".join(filter(None, (environment.get("no_proxy"), environment.get("NO_PROXY"))))
     hosts = [*filter(None, listed.split(",")), LOOPBACK, "localhost"]
-    # Only alone it means all hosts.
+    # "*" means all hosts only if the list has no other entry.
     value = "*" if "*" in hosts else ",".join(dict.fromkeys(hosts))
     return {"no_proxy": value, "NO_PROXY": value}

@@ -1,4 +1,4 @@
-"""Bounds of an episode: how many turns it may have, and how many tokens of which kind."""
+"""Bounds of an episode: numbers of turns, rows and tokens."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ class Bounds:
 
     limits: EnvironmentConfig
     row: int
-    """Tokens that a row may have behind its prompt."""
+    """Most tokens of a row after its prompt."""
     window: int
-    """Tokens that a row may have."""
-    met: FinishReason | None = field(default=None, init=False)
-    """Bound for which the last request was refused; None: it was not refused. A program that
-    compacts its history and gets another answer has not ended at the bound."""
-    asked: int = field(default=0, init=False)
+    """Most tokens of a row with its prompt."""
+    reached: FinishReason | None = field(default=None, init=False)
+    """Bound because of which the last request was refused; None: it was not refused. A program that
+    compacts its history and then gets an answer has not ended at the bound."""
+    turns: int = field(default=0, init=False)
     """Turns so far."""
 
     def next_turn(
-        self, rows: Sequence[OpenRow], row: OpenRow, known: int
+        self, rows: Sequence[OpenRow], row: OpenRow, context_tokens: int
     ) -> tuple[int, FinishReason]:
-        """Tokens that another turn may have, and what limits it; it goes to ``row``, which may be
-        none of the ``rows`` yet, behind its first ``known`` tokens. Refused: there is no room."""
+        """Most tokens of another turn, and the limit that applies. The turn follows the first
+        ``context_tokens`` of ``row``, which may be a new row. Refused: no turn is allowed."""
         is_new = not any(row is known_row for known_row in rows)
-        if self.asked == self.limits.max_turns or (is_new and len(rows) == MAX_ROWS):
-            self.met = "max_turns"
+        if self.turns == self.limits.max_turns or (is_new and len(rows) == MAX_ROWS):
+            self.reached = "max_turns"
             raise Refused(
                 400, "max_turns", f"allowed are {self.limits.max_turns} turns, and {MAX_ROWS} rows"
             )
         drafts = [known_row.draft for known_row in rows]
         sampled = sum(int(np.count_nonzero(draft.token_versions)) for draft in drafts)
         other_tokens = sum(known_row.length for known_row in rows if known_row is not row)
-        left, reason = turn_budget(
-            self.limits, self.row, known - len(row.prompt), other_tokens, sampled
-        )
-        if (inside := self.window - known) < left:
-            left, reason = inside, "length"
-        if left < 1:
-            self.met = reason
+        length = context_tokens - len(row.prompt)
+        budget, reason = turn_budget(self.limits, self.row, length, other_tokens, sampled)
+        if self.window - context_tokens < budget:
+            budget, reason = self.window - context_tokens, "length"
+        if budget < 1:
+            self.reached = reason
             if reason == "length":
-                raise TooLong(known, known + left - 1)
+                raise TooLong(context_tokens, context_tokens + budget - 1)
             raise Refused(
                 400,
                 reason,
-                f"a chat of {known} tokens leaves none to an answer (environment.{reason})",
+                f"a chat of {context_tokens} tokens leaves none for an answer "
+                f"(environment.{reason})",
             )
-        self.asked += 1
-        self.met = None
-        return left, reason
+        self.turns += 1
+        self.reached = None
+        return budget, reason
 
     def forget_turn(self) -> None:
-        """Do not count the last turn: its client hung up."""
-        self.asked -= 1
+        """Do not count the last turn, because its client hung up."""
+        self.turns -= 1

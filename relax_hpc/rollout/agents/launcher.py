@@ -1,4 +1,4 @@
-"""Start of an agent program, and the end of every process that the program has started.
+"""Start of an agent program, and the end of all processes that the program has started.
 
 `program` runs this file by its path, with the standard library alone: `python -I -S launcher.py
 ORDER`. ORDER is JSON: `words` of the command, `memory_bytes` of each of its processes,
@@ -7,8 +7,8 @@ everything is killed, and `result`, which the program gets.
 
     rollout process --> keeper (this process) --> init of a PID namespace --> program
 
-The kernel kills a PID namespace with its first process. Where there is no such namespace, the
-keeper starts the program itself. It is a child subreaper then: orphans become its children, so it
+The kernel kills a PID namespace together with its first process. Without a namespace, the keeper
+starts the program itself. It is a child subreaper then: orphans become its children, so that it
 finds and kills them (prctl(2), Linux 3.4).
 """
 
@@ -30,10 +30,10 @@ _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_SLAVE = 2, 4, 8, 1 << 14, 1 << 19
 _NOT_STARTED = 127
 _RESULT_FD = 3
-"""Descriptor of the program over which it sends its result; the variable RELAX_RESULT_FD names
-it."""
+"""Descriptor over which the program sends its result; the variable RELAX_RESULT_FD has its
+number."""
 _KILL_S = 10.0
-"""Seconds for processes that were killed to end."""
+"""Seconds for killed processes to end."""
 _PAUSE_S = 0.005
 
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _start_init(order: dict) -> str:
-    """Start the init process of a PID namespace; why that is not possible here, if it is not."""
+    """Start the init process of a PID namespace. Returns the reason if that is not possible."""
     reader, writer = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -85,21 +85,21 @@ def _start_init(order: dict) -> str:
 def _enter_namespaces() -> None:
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | _CLONE_NEWPID
-    # Root of a container may lack the right to do without a user namespace.
+    # Root in a container may lack the capability for this, and then needs a user namespace.
     if user or _LIBC.unshare(flags):
         _check(_LIBC.unshare(flags | _CLONE_NEWUSER), "unshare")
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-    # Mounts of the host, such as homes that autofs mounts later, have to appear here as well.
+    # Slave propagation: later mounts of the host, such as homes by autofs, appear here too.
     _check(_LIBC.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None), "mount /")
 
 
 def _supervise(order: dict) -> None:
-    """Start the program and report its end; return when it has ended, or when the rollout process
-    ends it."""
-    # The program's processes may not attach to this one, nor open its descriptors. The program
-    # itself gets this right back by exec.
+    """Start the program and report its end. Returns when it has ended, or when the rollout process
+    has closed the control socket."""
+    # The program's processes must not attach to this process or open its descriptors. The exec of
+    # the program makes the program itself dumpable again.
     _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -111,15 +111,17 @@ def _supervise(order: dict) -> None:
     _release(order)
     while True:
         readable, _, _ = select.select([reader, order["control"]], [], [])
-        # Nothing is ever sent here, so the other end is closed.
+        # The rollout process never sends anything, so the other end was closed.
         if order["control"] in readable:
             return
         with contextlib.suppress(BlockingIOError):
             os.read(reader, 4096)
-        # Unreaped, so that no other process gets its number before all of them are killed.
-        if ended := os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            killed = ended.si_code != os.CLD_EXITED
-            _report(order, ended=-ended.si_status if killed else ended.si_status)
+        # WNOWAIT: the program is not reaped, so that no other process gets its number before all of
+        # its processes are killed.
+        ended = os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended:
+            was_killed = ended.si_code != os.CLD_EXITED
+            _report(order, ended=-ended.si_status if was_killed else ended.si_status)
             return
         while (
             ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -135,17 +137,17 @@ def _start_program(order: dict) -> int:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         signal.set_wakeup_fd(-1)
-        # Python ignores these, and ignored signals stay ignored in a new program.
+        # Python ignores these signals, and a new program inherits that.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         limit, hard_limit = order["memory_bytes"], resource.getrlimit(resource.RLIMIT_DATA)[1]
         if hard_limit != resource.RLIM_INFINITY:
             limit = min(limit, hard_limit)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        # It tells the rollout process which process may send the result: exec keeps the process's
-        # number.
+        # The sender of this byte is the process that may send the result: exec keeps the number of
+        # the process.
         os.write(order["result"], b"\n")
-        # One digit: `sh` of Debian knows no descriptors with more.
+        # Descriptor 3, because `sh` of Debian supports only descriptors with one digit.
         order["control"] = fcntl.fcntl(order["control"], fcntl.F_DUPFD_CLOEXEC, _RESULT_FD + 1)
         os.dup2(order["result"], _RESULT_FD)
         if order["result"] != _RESULT_FD:
@@ -158,7 +160,8 @@ def _start_program(order: dict) -> int:
 
 
 def _release(order: dict) -> None:
-    """Close the program's streams here, so that they end with the program's processes."""
+    """Close the program's streams in this process, so that they end with the program's
+    processes."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2, order["result"]):
         os.dup2(null, stream)
@@ -166,7 +169,7 @@ def _release(order: dict) -> None:
 
 
 def _report(order: dict, **fact: object) -> None:
-    # A rollout process that has ended reads no reports.
+    # OSError: the rollout process has ended.
     with contextlib.suppress(OSError):
         os.write(order["control"], json.dumps(fact).encode() + b"\n")
 
@@ -178,7 +181,7 @@ def _wait_for_all() -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill all processes below this one, also those that they start meanwhile."""
+    """Kill all descendants of this process, including those that are started meanwhile."""
     deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:
         for pid in _descendants(os.getpid()):
@@ -188,7 +191,7 @@ def _kill_descendants() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            # Every orphan becomes a child of this process, so nothing is left.
+            # Every orphan becomes a child of this process, so no descendant is left.
             return
         time.sleep(_PAUSE_S)
 
@@ -198,7 +201,7 @@ def _descendants(ancestor: int) -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with contextlib.suppress(OSError):
-                # "pid (name) state parent ...", where the name may hold blanks and brackets.
+                # "pid (name) state parent ...", where the name may contain blanks and brackets.
                 parent = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
                 children.setdefault(parent, []).append(int(folder.name))
     descendants, pending = list[int](), [ancestor]

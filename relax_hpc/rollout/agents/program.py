@@ -1,5 +1,5 @@
-"""The process of an agent program: it reads its task from standard input, finds the endpoint in its
-environment, and sends its result over a socket."""
+"""The process of an agent program. It reads its task from standard input, gets the endpoint by
+environment variables, and sends its result over a socket."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from relax_hpc.net.rendezvous.process import clean_environment
 from relax_hpc.rollout.agents import launcher
 
 RESULT_FD = "RELAX_RESULT_FD"
-"""Environment variable with the number of the descriptor that a program may send its result over,
-see `launcher`."""
+"""Environment variable with the number of the descriptor for the result of a program, see
+`launcher`."""
 _MAX_RESULT_BYTES = 1 << 20
-"""Bytes of a result, and of what a program prints last, that are kept."""
+"""Most bytes of a result, and of the stored end of standard output."""
 _MAX_ERROR_BYTES = 64 << 10
 _BLOCK = 1 << 14
 _FREE_BYTES, _PAUSE_S = 1 << 20, 0.02
-"""Bytes that a program may print at its own pace, and seconds of pause after each block beyond.
-Only the program waits then."""
+"""Bytes of output that are read without pause, and seconds of pause after each further block. Only
+the program waits then."""
 _DRAIN_S = 1.0
-"""Seconds for reading the end of its output, after all of its processes were killed."""
+"""Seconds to read the end of its output, after all of its processes were killed."""
 _END_S = 20.0
 """Seconds for the launcher to kill all processes of a program."""
 _CREDENTIALS = struct.Struct("3i")
@@ -38,7 +38,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Program:
-    """A program while it runs, with all processes that it starts; for one event loop."""
+    """A running program with all processes that it starts; for one event loop."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Program:
         pid_namespace: bool = True,
         secret: str = "",
     ) -> None:
-        """``command``: words, not a shell's; ``variables``: of its environment beyond this
-        process's; ``task``: its input, as JSON in one line; ``memory_bytes``: of each of its
-        processes; ``pid_namespace``: whether it gets one, where the kernel allows that; ``secret``:
-        text that `***` replaces in its output and its result."""
+        """``command``: words; no shell is used. ``variables``: environment variables in addition to
+        those of this process. ``task``: its input, sent as one line of JSON. ``memory_bytes``: data
+        limit of each of its processes. ``pid_namespace``: whether it gets one, if the kernel allows
+        that. ``secret``: text that `***` replaces in its output and its result."""
         self._command, self._variables, self._task = command, variables, task
         self._memory_bytes, self._pid_namespace, self._secret = memory_bytes, pid_namespace, secret
         self._output, self._errors = _Tail(_MAX_RESULT_BYTES), _Tail(_MAX_ERROR_BYTES)
@@ -61,13 +61,13 @@ class Program:
         """Reason why it has no PID namespace; empty: it has one."""
 
     async def run(self) -> int:
-        """Run it; its exit code, or minus the number of the signal that ended it. All of its
-        processes are dead then, also when this is cancelled.
+        """Run it. Returns its exit code, or minus the number of the signal that ended it. At the
+        return all of its processes are dead, also if this call is cancelled.
 
-        OSError: there is no such program.
+        OSError: the program does not exist.
         """
         async with contextlib.AsyncExitStack() as ours:
-            # Ends that the launcher has inherited are closed here.
+            # The launcher inherits these ends, so they are closed in this process.
             with contextlib.ExitStack() as theirs:
                 reports, control, descriptor = await _open_control(theirs)
                 ours.callback(control.close)
@@ -100,25 +100,26 @@ class Program:
             "memory_bytes": self._memory_bytes,
             "pid_namespace": self._pid_namespace,
         }
-        # Not one of relax_hpc.net.workers: the program owns its input and output, so that the
-        # launcher reports by a descriptor of its own, and it outlives no more than this one task.
+        # Not a worker of relax_hpc.net.workers: standard input and output belong to the program, so
+        # the launcher reports over another descriptor, and it ends with this task.
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", launcher.__file__, json.dumps(order)),
             stdin=subprocess.PIPE,
             stdout=print_to,
             stderr=complain_to,
             pass_fds=list(descriptors.values()),
-            # Signals of a terminal are for the run.
+            # A terminal must not send its signals to programs.
             start_new_session=True,
-            env=clean_environment() | self._variables,
+            env={**clean_environment(), **self._variables},
         )
 
     async def _await_report(
         self, process: asyncio.subprocess.Process, reports: asyncio.StreamReader
     ) -> int:
-        """The exit code that the launcher reports. OSError: it reports another end."""
+        """The exit code that the launcher reports. OSError: it reports an error, or ends without a
+        report."""
         assert process.stdin
-        # The program may have closed it.
+        # OSError: the program has closed its input.
         with contextlib.suppress(OSError):
             process.stdin.write(json.dumps(self._task).encode() + b"\n")
             process.stdin.close()
@@ -145,10 +146,10 @@ class Program:
         return text.replace(self._secret, "***") if self._secret else text
 
     def read_result(self) -> Mapping[str, Any] | None:
-        """The program's result, an object; None: it gave none.
+        """The program's result, a JSON object; None: it gave none.
 
-        It comes over the descriptor. A program that sends nothing gives it as the last line of its
-        standard output. ValueError: it sent something that is no object, or that is too long.
+        It is read from the descriptor, or, if the program has sent nothing, from the last line of
+        standard output. ValueError: the sent result is not an object, or is too long.
         """
         if self.has_sent_result:
             content = self._result.content
@@ -168,13 +169,12 @@ class Program:
 
     @property
     def has_sent_result(self) -> bool:
-        """Whether it has sent a result over the descriptor, where no other process can."""
+        """Whether it has sent a result over the descriptor, which other processes cannot use."""
         return bool(self._result.content.strip())
 
     @property
     def forged(self) -> int:
-        """Bytes that other processes than the program itself have sent as its result, and that were
-        left out."""
+        """Ignored bytes that other processes than the program have sent as its result."""
         return self._result.forged
 
 
@@ -190,7 +190,7 @@ class _Tail:
         free = _FREE_BYTES
         while block := await stream.read(_BLOCK):
             self._bytes += block
-            # At twice its length, so that the bytes move seldom.
+            # Cut only at twice the length, so that the bytes are rarely moved.
             if len(self._bytes) > 2 * self._kept_bytes:
                 self.is_cut = True
                 del self._bytes[: -self._kept_bytes]
@@ -204,11 +204,11 @@ class _Tail:
 
 
 class _ResultChannel:
-    """Receiving end of the socket pair that a program sends its result over.
+    """Receiving end of the socket pair over which a program sends its result.
 
-    The kernel says which process has sent each part (SO_PASSCRED, unix(7)). Parts of other
-    processes than the program are left out: a command that has inherited the descriptor cannot
-    write the reward. A socket cannot be opened through /proc/PID/fd either, as a pipe can.
+    The kernel reports the sender of each message (SO_PASSCRED, unix(7)). Messages of other
+    processes are ignored, so that a command that has inherited the descriptor cannot write the
+    reward. A socket cannot be opened through /proc/PID/fd, as a pipe can.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class _ResultChannel:
         self.forged = 0
 
     def open(self, ours: contextlib.AsyncExitStack, theirs: contextlib.ExitStack) -> int:
-        """Open it; the descriptor for the program. The stacks close both ends."""
+        """Open it. Returns the descriptor for the program. The stacks close both ends."""
         receiving, sending = socket.socketpair()
         ours.callback(receiving.close)
         theirs.callback(sending.close)
@@ -231,7 +231,7 @@ class _ResultChannel:
         return sending.fileno()
 
     def close(self) -> None:
-        """Take what has come, and nothing more."""
+        """Read the messages that have arrived, and stop."""
         if self._socket:
             asyncio.get_running_loop().remove_reader(self._socket)
             if self._timer:
@@ -242,7 +242,7 @@ class _ResultChannel:
 
     @property
     def content(self) -> bytes:
-        """Bytes that the program has sent, of a long result the beginning."""
+        """Bytes that the program has sent; only the beginning of a result that is too long."""
         return bytes(self._bytes)
 
     def _listen(self) -> None:
@@ -250,20 +250,22 @@ class _ResultChannel:
             asyncio.get_running_loop().add_reader(self._socket, self._receive)
 
     def _receive(self) -> None:
+        assert self._socket
         loop = asyncio.get_running_loop()
         if not self._receive_block():
             loop.remove_reader(self._socket)
         elif self.forged > _FREE_BYTES:
+            # Slow down a process that floods the channel.
             loop.remove_reader(self._socket)
             self._timer = loop.call_later(_PAUSE_S, self._listen)
 
     def _receive_block(self) -> bool:
-        """Take one part of what has come; whether there may be more."""
+        """Receive one message. Returns whether there may be more."""
         assert self._socket
-        # Room for the credentials alone: descriptors that somebody sends are not taken.
-        room = socket.CMSG_SPACE(_CREDENTIALS.size)
+        # Space for credentials only, so that no descriptors are received.
+        ancillary_bytes = socket.CMSG_SPACE(_CREDENTIALS.size)
         try:
-            data, messages, _, _ = self._socket.recvmsg(_BLOCK, room)
+            data, messages, _, _ = self._socket.recvmsg(_BLOCK, ancillary_bytes)
         except (BlockingIOError, ConnectionResetError):
             return False
         if data:
@@ -277,7 +279,7 @@ class _ResultChannel:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
         ]
         sender = _CREDENTIALS.unpack(credentials[0][: _CREDENTIALS.size])[0] if credentials else 0
-        # The launcher sends a first byte from the process that becomes the program.
+        # The first byte comes from the launcher's child that becomes the program.
         self._program = self._program or sender
         if sender != self._program:
             self.forged += len(data)
@@ -288,7 +290,7 @@ class _ResultChannel:
 async def _open_pipe(
     ours: contextlib.AsyncExitStack, theirs: contextlib.ExitStack
 ) -> tuple[asyncio.StreamReader, int]:
-    """Stream of a pipe, and the descriptor that others write to. The stacks close both ends."""
+    """Stream of a pipe, and the descriptor for its writer. The stacks close both ends."""
     reader, writer = os.pipe()
     theirs.callback(os.close, writer)
     stream = asyncio.StreamReader()
@@ -302,8 +304,8 @@ async def _open_pipe(
 async def _open_control(
     theirs: contextlib.ExitStack,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
-    """Both directions of the connection with a launcher, and the launcher's end. It is a socket
-    pair: other processes cannot open a socket through /proc/PID/fd."""
+    """Reader and writer of the connection to a launcher, and the descriptor of the launcher's end.
+    The connection is a socket pair, which other processes cannot open through /proc/PID/fd."""
     receiving, sending = socket.socketpair()
     theirs.callback(sending.close)
     stream, writer = await asyncio.open_connection(sock=receiving)
@@ -311,7 +313,7 @@ async def _open_control(
 
 
 def _read_object(content: bytes) -> dict[str, Any]:
-    """The JSON object that a program has sent. ValueError: it is none, or too long."""
+    """The JSON object that a program has sent. ValueError: it is not an object, or too long."""
     allowed = f"allowed: one JSON object of at most {_MAX_RESULT_BYTES} bytes"
     if len(content) > _MAX_RESULT_BYTES:
         raise ValueError(f"{RESULT_FD}: found more bytes, {allowed}")
@@ -325,7 +327,7 @@ def _read_object(content: bytes) -> dict[str, Any]:
 
 
 async def _await_end(launcher_process: asyncio.subprocess.Process) -> None:
-    """Wait until all processes of a program are gone."""
+    """Wait until all processes of a program have ended."""
     try:
         async with asyncio.timeout(_END_S):
             await launcher_process.wait()

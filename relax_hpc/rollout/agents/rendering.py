@@ -1,5 +1,5 @@
-"""Tokens of chats: of a whole one where it begins, later of what is new alone, so that no token is
-made twice."""
+"""Tokens of chats that programs send: of a whole chat at its beginning, later only of its new
+messages, so that no message is tokenized twice."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from relax_hpc.rollout.episodes.chat_tokens import ChatTokens, Tools
 
 
 class Renderer(ChatTokens):
-    """A run's chat template and tokenizer, for chats that programs send."""
+    """A run's chat template and tokenizer, for chats of agent programs."""
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Tokens of a chat, up to where the policy speaks. TemplateError: the template does not
-        take it, or leaves out a message or a tool."""
+        """Tokens of a chat, including the opening of the policy's turn. TemplateError: the template
+        does not accept it, or leaves out a message or a tool."""
         text = self.render(messages, tools)
         self._check_messages(messages, text)
         names = [str(tool["function"]["name"]) for tool in self._protect(tools)]
         hidden = [name for name in names if name not in text]
-        # If the template shows no tools at all, a policy may still learn those of the program by
-        # trying.
+        # If the template shows no tools at all, the policy may still learn the program's tools by
+        # trial.
         if hidden and self._template.mentions("tools"):
             raise TemplateError(f"the chat template does not show the tool {hidden[0]!r}")
         return self.tokens(text)
@@ -30,8 +30,8 @@ class Renderer(ChatTokens):
     def between(
         self, messages: Sequence[Message], answer: int, tools: Tools, last: int
     ) -> list[int]:
-        """Tokens between ``messages[answer]``, the last token of which is ``last``, and where the
-        policy speaks again. TemplateError: see `render_between`, or the template leaves out a
+        """Tokens between the turn ``messages[answer]``, which ends with the token ``last``, and the
+        policy's next turn. TemplateError: see `render_between`, or the template leaves out a
         message."""
         after = messages[answer + 1 :]
         text = self.render_between(messages[:answer], after, last, tools)
@@ -39,8 +39,8 @@ class Renderer(ChatTokens):
         return self.tokens(text, last)
 
     def _check_messages(self, messages: Sequence[Message], text: str) -> None:
-        """TemplateError: ``text``, which the template made of ``messages``, lacks a text of one.
-        The policy would not see all that the program has sent."""
+        """TemplateError: the rendered ``text`` lacks the text of one of the ``messages``, so that
+        the policy would not see it."""
         number = left_out_message(self._protect(messages), text)
         if number is not None:
             raise TemplateError(

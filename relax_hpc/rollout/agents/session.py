@@ -1,10 +1,10 @@
-"""A session: what the program of an episode asks, answered by the engine, and kept as rows that
-grow turn by turn.
+"""A session: the requests of the program of an episode, answered by the engine, and stored as rows
+that grow turn by turn.
 
-A request has the whole chat each time. The longest part of it that ends with an answer of this
-session is known by its tokens, and what is new behind that is all that is made into tokens. Its row
-goes on; where it has gone on already, or is just drawn, a row begins that has the same history for
-its prompt. So nothing is trained on twice.
+Each request has the whole chat. The tokens of its longest beginning that ends with an answer of
+this session are known, and only the messages after it are tokenized. They continue the row of that
+answer. If the row has other tokens after the answer, or an answer is being generated in it, a new
+row begins whose prompt is the history. So no token is trained on twice.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from relax_hpc.data.chat import TemplateError
+from relax_hpc.data.generation import Draft, FinishReason
 from relax_hpc.data.tokenizer import Tokenizer, TokenizerError
 from relax_hpc.environments.tool_calls import THINK, THOUGHT
 from relax_hpc.net.transport.exchange import MAX_PAYLOAD_BYTES, PeerGone
-from relax_hpc.rollout.agents.answers import MODEL, Answer, as_json
+from relax_hpc.rollout.agents.answers import MODEL, PolicyAnswer, as_json
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.chat import ChatRequest, Message, Refused, TooLong, read_object
 from relax_hpc.rollout.agents.dialects import COUNTERS, DIALECTS
-from relax_hpc.rollout.agents.dialects.responses import name_of
+from relax_hpc.rollout.agents.dialects.responses import answer_id
 from relax_hpc.rollout.agents.gateway.front import Reply
-from relax_hpc.rollout.agents.recorded_turns import Recorded
+from relax_hpc.rollout.agents.recorded_turns import RecordedTurns
 from relax_hpc.rollout.agents.rendering import Renderer, Tools
-from relax_hpc.rollout.engines.engine import BadAnswer, Draft, FinishReason
+from relax_hpc.rollout.engines.engine import BadAnswer
 from relax_hpc.rollout.engines.stops import with_stops
 from relax_hpc.rollout.episodes.history import History, OpenRow
 from relax_hpc.rollout.episodes.turns import Start
@@ -39,57 +40,57 @@ from relax_hpc.rollout.episodes.turns import Start
 MODELS = "/v1/models"
 _THOUGHT_MARK = re.compile(rf"\s*({THINK}|{THOUGHT})\s*")
 _MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}
-_MOST_REFUSED = 32
-"""Requests in a row that may be refused: a program that repeats them would do so for ever."""
-_MOST_REPLY_BYTES = MAX_PAYLOAD_BYTES - (64 << 10)
-"""Bytes of a reply, which has to go in one message to the gateway, and from there to a
-forwarder."""
+_MAX_REFUSED = 32
+"""Consecutive refused requests after which the episode ends. A program might repeat them without
+end."""
+_MAX_REPLY_BYTES = MAX_PAYLOAD_BYTES - (64 << 10)
+"""Most bytes of a reply, which is sent in one message to the gateway and to a forwarder."""
 _RETRY_S = 30.0
-"""Seconds for a client that counts its retries to repeat a request which it has hung up. OpenAI's
-and Anthropic's wait 8 seconds at most."""
+"""Seconds for a client with a retry count to repeat a request after it has hung up. The clients of
+OpenAI and Anthropic wait at most 8 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
-    """End of an answer in a row."""
+class _AnswerEnd:
+    """The end of an answer in a row."""
 
     row: OpenRow
     length: int
-    """Tokens of the row up to there, behind its prompt."""
+    """Tokens of the row after its prompt, up to this end."""
 
     @property
-    def is_end(self) -> bool:
-        """Whether the row ends there."""
+    def is_row_end(self) -> bool:
+        """Whether the row has no tokens after the answer."""
         return self.row.length == self.length
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of the row up to there, which stay as they are."""
+        """All tokens of the row up to this end."""
         return [*self.row.prompt, *self.row.draft.token_ids[: self.length]]
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A request that is being answered, or was."""
+    """A request and its reply, if there is one."""
 
     reply: asyncio.Task[Reply] | None = None
     waiting: int = 0
     """Connections that wait for the reply."""
-    answer: _Point | None = None
+    answer: _AnswerEnd | None = None
     """End of its answer."""
     cut: FinishReason | None = None
     """Bound that has cut its answer."""
     is_read: bool = False
-    """Whether a connection got the reply."""
+    """Whether a connection has received the reply."""
 
     @property
-    def is_taken_back(self) -> bool:
-        """Whether it was cancelled before there was a reply."""
+    def is_cancelled(self) -> bool:
+        """Whether it was cancelled before its reply."""
         return self.reply is not None and self.reply.cancelling() > 0
 
 
-class Session:
-    """One episode's; for one event loop."""
+class AgentSession:
+    """The session of one episode; for one event loop."""
 
     def __init__(
         self,
@@ -100,49 +101,52 @@ class Session:
         bounds: Bounds,
         count: Callable[[str], None],
     ) -> None:
-        """``history``: what a log has of the episode, which is there to be asked for again.
-        ``count`` is called with the reason of each request that is refused."""
+        """``history``: the logged part of the episode. Its turns are returned when the program
+        sends the same requests again. ``count`` is called with the reason of each refused
+        request."""
         self._start, self._history, self._bounds = start, history, bounds
         self._renderer, self._tokenizer, self._count = renderer, tokenizer, count
-        self._recorded, history.rows = Recorded(history.rows), []
-        self._points: dict[str, _Point] = {}
-        """Ends of answers, by the chat up to there."""
-        self._drawing: list[OpenRow] = []
-        """Rows in which an answer is just being drawn."""
+        self._recorded, history.rows = RecordedTurns(history.rows), []
+        self._answer_ends: dict[str, _AnswerEnd] = {}
+        """Ends of answers, by the key of the chat up to there."""
+        self._generating: list[OpenRow] = []
+        """Rows in which an answer is being generated."""
         self._chats: dict[str, list[Message]] = {}
-        """Chats so far, each by the name of its last answer."""
+        """Id of an answer -> the chat that ends with it."""
         self._requests: dict[bytes, _Pending] = {}
-        """Requests by path, body and idempotency key: a client that has lost a reply asks again."""
+        """Requests by path, body and idempotency key, for clients that have lost a reply and
+        retry."""
         self._answered_requests: list[_Pending] = []
-        """Requests that have got an answer, in the order of their answers."""
+        """Answered requests, in the order of their answers."""
         self._running: set[asyncio.Task[Reply]] = set()
         self._numbers = itertools.count()
         """Numbers of answers."""
         self._is_closing = False
         self.refused: Counter[str] = Counter()
-        """Requests that were not answered, by reason."""
+        """Number of refused requests by reason."""
         self.last_refusal = ""
-        """Reason and detail of the last one."""
+        """Reason and detail of the last refusal."""
         self._refused_in_row = 0
-        """Refused requests since the last answer; those of unknown paths are left out."""
+        """Refused requests since the last answer, without those of unknown paths."""
         self.error: Exception | None = None
-        """Error because of which there is no answer: of the engine, or of whoever asks it."""
+        """Error because of which a request has no answer: of the engine, or of this code."""
         self.last: OpenRow | None = None
-        """Row of the newest answer that a client has read."""
+        """Row of the last answer that a client has received."""
         self._cut: FinishReason | None = None
         """Bound that has cut that answer."""
         self.over = asyncio.Event()
-        """Event that is set when nothing will be answered any more."""
+        """Event that is set when no further request will be answered."""
 
     async def reply(
         self, path: str, body: bytes, repeats: int | None, idempotency: str = ""
     ) -> Reply:
-        """Reply to a request; to one that its client ``repeats``, or that has the ``idempotency``
-        key of another one, the same. If this is cancelled, the client has hung up: without anybody
-        else who waits, the request is taken back. PeerGone: the episode has ended."""
+        """Reply to a request. A request that its client ``repeats``, or that has the
+        ``idempotency`` key of an earlier one, gets the same reply again. If this call is cancelled,
+        the client has hung up: the request is cancelled too, unless another connection waits for
+        its reply. PeerGone: the episode has ended."""
         name = hashlib.sha256(f"{path}\n{idempotency}\n".encode() + body).digest()
         request = self._requests.get(name) if repeats or idempotency else None
-        if not request or request.is_taken_back:
+        if not request or request.is_cancelled:
             request = self._requests[name] = self._begin_reply(path, body)
         task = request.reply
         assert task
@@ -152,9 +156,9 @@ class Session:
         finally:
             request.waiting -= 1
             if not request.waiting and not task.done():
-                may_repeat = repeats is not None or idempotency
+                may_retry = repeats is not None or idempotency
                 asyncio.get_running_loop().call_later(
-                    _RETRY_S if may_repeat else 0.0, _take_back, request
+                    _RETRY_S if may_retry else 0.0, _cancel_abandoned, request
                 )
         if task.cancelled():
             raise PeerGone("the episode has ended")
@@ -169,28 +173,27 @@ class Session:
         return request
 
     def _note_read(self, request: _Pending) -> None:
-        """Record that a client gets the reply. The last answer is the one whose reply was read
+        """Record that a client receives the reply. The last answer is the one that was received
         last."""
         if request.answer and not request.is_read:
             self.last, self._cut = request.answer.row, request.cut
         request.is_read = True
 
     def drop_unread(self) -> None:
-        """Remove the turns that no client has read, because it had hung up before and did not
-        retry."""
+        """Remove turns that no client has received, because it had hung up and did not retry."""
         for request in reversed(self._answered_requests):
             answer = request.answer
-            # A chat with the same words may have continued the row.
+            # Another chat with the same messages may have continued the row after this turn.
             if answer and not request.is_read and answer.row.turns[-1:] == [answer.length]:
                 answer.row.turns.pop()
 
     @property
     def reason(self) -> FinishReason:
-        """Reason why the episode has ended, if its program has."""
-        return self._bounds.met or self._cut or "env_done"
+        """Reason why the episode has ended, once its program has ended."""
+        return self._bounds.reached or self._cut or "env_done"
 
     async def close(self) -> None:
-        """Answer nobody any more; nothing is added to rows then."""
+        """Cancel all requests. Nothing is added to rows afterwards."""
         self._is_closing = True
         running = list(self._running)
         for task in running:
@@ -199,11 +202,11 @@ class Session:
 
     async def _reply(self, path: str, body: bytes, pending: _Pending) -> Reply:
         try:
-            reply = await self._answered(path, body, pending)
-            if len(reply.body) > _MOST_REPLY_BYTES:
+            reply = await self._answer_path(path, body, pending)
+            if len(reply.body) > _MAX_REPLY_BYTES:
                 raise ValueError(
                     f"an answer takes {len(reply.body)} bytes by {path}, allowed: "
-                    f"{_MOST_REPLY_BYTES}; lower rollout.max_new_tokens"
+                    f"{_MAX_REPLY_BYTES}; lower rollout.max_new_tokens"
                 )
             return reply
         except Refused as refused:
@@ -212,29 +215,30 @@ class Session:
             if isinstance(refused, TooLong):
                 detail = DIALECTS[path].TOO_LONG.format(tokens=refused.tokens, limit=refused.limit)
             return Reply.error(refused.status, refused.code, detail, path)
-        except Exception as error:  # the player of the episode raises it
+        except Exception as error:  # `Agents` raises it in the episode
             self.error = self.error or error
             self.over.set()
             return Reply.error(
                 500, "no_answer", "the episode has ended, as there is no answer", path
             )
 
-    async def _answered(self, path: str, body: bytes, pending: _Pending) -> Reply:
-        """Reply to a request that is answered; ``pending`` gets the end of an answer. Refused: it
-        is not."""
+    async def _answer_path(self, path: str, body: bytes, pending: _Pending) -> Reply:
+        """Reply to a request. ``pending`` gets the end of its answer. Refused: the request is not
+        answered."""
         if path == MODELS:
             return Reply(200, as_json({"object": "list", "data": [_MODEL]}))
         if path.startswith(f"{MODELS}/"):
             return Reply(200, as_json(_MODEL))
-        if counter := COUNTERS.get(path):
+        counter = COUNTERS.get(path)
+        if counter:
             request = counter.parse(read_object(body), self._chats)
-            _, tokens = await asyncio.to_thread(
-                self._tokens, request, _keys(request.messages, request.tools)
-            )
+            keys = _keys(request.messages, request.tools)
+            _, tokens = await asyncio.to_thread(self._tokens, request, keys)
             return Reply(
                 200, as_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
             )
-        if not (dialect := DIALECTS.get(path)):
+        dialect = DIALECTS.get(path)
+        if not dialect:
             raise Refused(
                 404,
                 "unknown_path",
@@ -244,116 +248,129 @@ class Session:
         answer = await self._answer(request, pending)
         self._answered_requests.append(pending)
         self._refused_in_row = 0
-        self._chats[name_of(answer)] = [*request.messages[request.apart :], answer.message]
+        chat = [*request.messages[request.instructions :], answer.message]
+        self._chats[answer_id(answer)] = chat
         return dialect.reply(request, answer)
 
     def _note_refusal(self, refused: Refused) -> None:
         self.refused[refused.code] += 1
         self._count(refused.code)
         self.last_refusal = str(refused)
-        # Clients ask for what there may not be, such as embeddings, and do without.
+        # Clients try paths that may not exist, such as embeddings, and work without them.
         if refused.code != "unknown_path":
             self._refused_in_row += 1
-        if self._refused_in_row >= _MOST_REFUSED:
+        if self._refused_in_row >= _MAX_REFUSED:
             self.over.set()
 
-    async def _answer(self, request: ChatRequest, pending: _Pending) -> Answer:
+    async def _answer(self, request: ChatRequest, pending: _Pending) -> PolicyAnswer:
         keys = _keys(request.messages, request.tools)
-        point, tokens = await asyncio.to_thread(self._tokens, request, keys)
-        goes_on = (
-            point is not None
-            and point.is_end
-            and not any(point.row is row for row in self._drawing)
-        )
-        row = point.row if point and goes_on else OpenRow(tuple(tokens))
-        room, limit = self._bounds.next_turn(self._history.rows, row, len(tokens))
+        previous, tokens = await asyncio.to_thread(self._tokens, request, keys)
+        row = self._continued_row(previous)
+        is_new = row is None
+        if row is None:
+            row = OpenRow(tuple(tokens))
+        budget, limit = self._bounds.next_turn(self._history.rows, row, len(tokens))
         number = next(self._numbers)
-        if not goes_on:
+        if is_new:
             self._history.rows.append(row)
-        turn_limit = min(room, request.max_tokens or room)
-        self._drawing.append(row)
+        turn_limit = min(budget, request.max_tokens or budget)
+        self._generating.append(row)
         try:
-            if not self._known(row, tokens):
-                await self._draw(row, len(tokens) - len(row.prompt) + turn_limit, request.stop)
+            if not self._replay_turn(row, tokens):
+                row_budget = len(tokens) - len(row.prompt) + turn_limit
+                await self._generate_turn(row, row_budget, request.stop)
         except asyncio.CancelledError:
             if not self._is_closing:
-                self._take_back_turn(row)
+                self._remove_turn(row)
             raise
         finally:
-            self._drawing.remove(row)
+            self._generating.remove(row)
         row.turns.append(row.length)
-        pending.answer = _Point(row, row.length)
+        pending.answer = _AnswerEnd(row, row.length)
         turn = row.draft.token_ids[len(tokens) - len(row.prompt) :]
-        answer = Answer.from_turn(number, turn, tokens, turn_limit, request, self._tokenizer)
-        pending.cut = limit if answer.is_cut and len(turn) == room else None
+        answer = PolicyAnswer.from_turn(number, turn, tokens, turn_limit, request, self._tokenizer)
+        pending.cut = limit if answer.is_cut and len(turn) == budget else None
         for message in answer.messages:
-            self._points[_key(keys[-1], message)] = pending.answer
+            self._answer_ends[_key(keys[-1], message)] = pending.answer
         return answer
 
-    def _take_back_turn(self, row: OpenRow) -> None:
-        """Leave out the turn that is being drawn in ``row``: its client has hung up and will not
-        read it."""
+    def _continued_row(self, previous: _AnswerEnd | None) -> OpenRow | None:
+        """The row that the answer after ``previous`` continues; None: it needs a new row."""
+        if previous is None or not previous.is_row_end:
+            return None
+        is_generating = any(previous.row is row for row in self._generating)
+        return None if is_generating else previous.row
+
+    def _remove_turn(self, row: OpenRow) -> None:
+        """Remove the turn that is being generated in ``row``, because its client has hung up."""
         if row.turns:
             row.draft = row.prefix(row.turns[-1])
         else:
             self._history.rows.remove(row)
-        # The log of the episode may have a part of it.
+        # The log of the episode may have a part of the turn.
         self._history.is_other = True
         self._bounds.forget_turn()
 
-    def _tokens(self, request: ChatRequest, keys: Sequence[str]) -> tuple[_Point | None, list[int]]:
-        """Tokens of a whole chat, up to where the policy speaks, and the last answer in it.
-        Refused."""
-        known = (count for count in range(len(keys) - 1, 0, -1) if keys[count - 1] in self._points)
+    def _tokens(
+        self, request: ChatRequest, keys: Sequence[str]
+    ) -> tuple[_AnswerEnd | None, list[int]]:
+        """The last answer of this session in a chat, and the tokens of the whole chat, including
+        the opening of the policy's turn. Refused: the template does not accept the chat."""
         try:
-            if count := next(known, 0):
-                point = self._points[keys[count - 1]]
-                # If not, it shows the policy something else than what it has said.
+            for count in range(len(keys) - 1, 0, -1):
+                answer_end = self._answer_ends.get(keys[count - 1])
+                if not answer_end:
+                    continue
+                # TemplateError: the template changes the answer, so the chat is rendered as a new
+                # one.
                 with contextlib.suppress(TemplateError):
-                    more = self._renderer.between(
-                        request.messages, count - 1, request.tools, point.tokens[-1]
+                    new_tokens = self._renderer.between(
+                        request.messages, count - 1, request.tools, answer_end.tokens[-1]
                     )
-                    return point, [*point.tokens, *more]
+                    return answer_end, [*answer_end.tokens, *new_tokens]
+                break
             return None, self._renderer.prompt(request.messages, request.tools)
         except TemplateError as error:
             raise Refused(400, "chat_template", str(error)) from None
         except TokenizerError as error:
             raise Refused(400, "tokenizer", str(error)) from None
 
-    def _known(self, row: OpenRow, tokens: Sequence[int]) -> bool:
-        """Have ``row`` go on to its first ``tokens``, and further as a log has it; whether that is
-        a whole turn."""
+    def _replay_turn(self, row: OpenRow, tokens: Sequence[int]) -> bool:
+        """Extend ``row`` to ``tokens``, and by the turn in the log after them, if there is one.
+        Returns whether that turn is complete."""
         number, start = self._history.rows.index(row), len(tokens) - len(row.prompt)
-        if found := self._recorded.turn(number, tokens):
-            row.draft, is_over = found
-            return is_over
+        recorded = self._recorded.turn(number, tokens)
+        if recorded:
+            row.draft, is_complete = recorded
+            return is_complete
         if self._recorded.has_more(number, start):
             self._history.is_other = True
         if row.length:
             row.draft.append_observation(tokens[len(row.prompt) + row.length :])
         return False
 
-    async def _draw(self, row: OpenRow, budget: int, stop: tuple[str, ...]) -> None:
-        """Add a turn to ``row``, which has at most ``budget`` tokens behind its prompt then.
-        BadAnswer, EngineRetry."""
+    async def _generate_turn(self, row: OpenRow, budget: int, stop: tuple[str, ...]) -> None:
+        """Add a turn to ``row``, which may have ``budget`` tokens after its prompt. BadAnswer,
+        EngineRetry: as `Start.draw_turn`."""
         sampling = self._start.request.sampling
         answer = await self._start.draw_turn(
             row, budget, with_stops(sampling, stop, self._tokenizer)
         )
         if answer.finish_reason == "abort":
-            raise BadAnswer("dead", "the engine gave an answer up")
+            raise BadAnswer("dead", "the engine aborted an answer")
         row.draft = Draft.after_turn(answer)
 
 
-def _take_back(request: _Pending) -> None:
-    """Cancel a request for which no connection waits any more."""
+def _cancel_abandoned(request: _Pending) -> None:
+    """Cancel a request if no connection waits for its reply."""
     if request.reply and not request.waiting:
         request.reply.cancel()
 
 
 def _keys(messages: Sequence[Message], tools: Tools) -> list[str]:
-    """Keys of all beginnings of a chat: each follows from the one before."""
-    key, keys = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).hexdigest(), []
+    """Keys of all beginnings of a chat. Each key depends on the key before."""
+    keys: list[str] = []
+    key = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).hexdigest()
     for message in messages:
         key = _key(key, message)
         keys.append(key)
@@ -361,8 +378,8 @@ def _keys(messages: Sequence[Message], tools: Tools) -> list[str]:
 
 
 def _key(before: str, message: Message) -> str:
-    """Key of a chat that goes on by ``message``. Names of calls are the client's, and many a client
-    strips what the policy has said and thought."""
+    """Key of the chat with the key ``before`` and a further ``message``. It ignores what clients
+    change in answers of the policy: ids of calls, and blanks around the text and the thought."""
     content = message["content"]
     if message["role"] == "assistant":
         content = _THOUGHT_MARK.sub(r"\1", content.strip())

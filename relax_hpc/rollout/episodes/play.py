@@ -74,8 +74,8 @@ def _now() -> float:
 async def run_with_timer(
     playing: Awaitable[E], timer: EpisodeTimer, limit_s: float
 ) -> E | BadAnswer:
-    """The episode that ``playing`` returns, or the reason why there is none. Users' code may raise
-    any exception."""
+    """The episode that ``playing`` returns, or the reason why it failed. Users' code may raise any
+    exception."""
     try:
         async with timer:
             episode = await playing
@@ -87,7 +87,7 @@ async def run_with_timer(
         if timer.has_expired:
             return BadAnswer(
                 "episode_timeout",
-                f"not done in {limit_s:g} s of its own (rollout.episode_timeout_s)",
+                f"took {limit_s:g} s without the time of responses (rollout.episode_timeout_s)",
             )
         return BadAnswer("episode_exception", describe_error(error), locate_error(error))
     except (RelaxError, EngineFault, EngineRetry):

@@ -126,8 +126,8 @@ class EpisodeTurns:
     """The turns of one episode."""
 
     def __init__(self, rules: TurnRules, start: Start, history: History) -> None:
-        """Turns in ``history`` are used as they are, and its observations are compared with those
-        of the environment."""
+        """Turns in ``history`` are used without change, and its observations are compared with
+        those of the environment."""
         self.rules, self.start, self.history = rules, start, history
         self.recorded = RecordedEpisode(history.rows)
         self.rows: list[OpenRow] = []

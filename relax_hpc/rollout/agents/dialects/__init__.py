@@ -1,32 +1,32 @@
-"""Interfaces by which clients ask for answers, one file each: what they send is read as a
-`ChatRequest`, and what they get is an `Answer` as they expect it."""
+"""Interfaces for clients, one file each. An interface parses the body of a request into a
+`ChatRequest`, and formats a `PolicyAnswer` as the reply that its clients expect."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from relax_hpc.rollout.agents.answers import Answer
+from relax_hpc.rollout.agents.answers import PolicyAnswer
 from relax_hpc.rollout.agents.chat import ChatRequest, Message
 from relax_hpc.rollout.agents.dialects import completions, messages, responses
 from relax_hpc.rollout.agents.gateway.front import MESSAGES, Reply
 
 
 class Dialect(Protocol):
-    """Module of an interface."""
+    """The module of an interface."""
 
     TOO_LONG: str
-    """Words by which its clients know that a chat is too long, with places for its ``tokens`` and
-    the ``limit``."""
+    """Error message that its clients recognize as "the chat is too long", a format string with
+    ``tokens`` and ``limit``."""
 
     def parse(
-        self, asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]
+        self, body: Mapping[str, Any], chats: Mapping[str, Sequence[Message]], /
     ) -> ChatRequest:
-        """The request in ``asked``; ``chats`` so far, by the names of their last answers. Refused:
-        it is none."""
+        """The request in ``body``. ``chats``: id of an answer -> the chat that ends with it.
+        Refused: the request is invalid."""
 
-    def reply(self, request: ChatRequest, answer: Answer) -> Reply:
-        """The reply to a client: an object, or the events of a stream, all at once."""
+    def reply(self, request: ChatRequest, answer: PolicyAnswer) -> Reply:
+        """The reply to a client: an object, or all events of a stream together."""
 
 
 DIALECTS: dict[str, Dialect] = {
@@ -39,4 +39,4 @@ COUNTERS: dict[str, Dialect] = {
     "/v1/responses/input_tokens": responses,
     f"{MESSAGES}/count_tokens": messages,
 }
-"""The same by the path of a request for the number of a chat's tokens."""
+"""Interfaces by the path of a request for the number of tokens of a chat."""

@@ -7,30 +7,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from relax_hpc.environments.tool_calls import THINK, THOUGHT
-from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
+from relax_hpc.rollout.agents.answers import MODEL, PolicyAnswer, arguments_of, as_json, streamed
 from relax_hpc.rollout.agents.chat import (
     ChatRequest,
-    Fields,
     Message,
-    call_of,
-    flag_in,
-    list_in,
-    number_in,
-    role_in,
-    text_in,
-    text_of,
-    texts_in,
-    tool_of,
-    wrong,
+    RequestFields,
+    join_text,
+    make_call,
+    make_tool,
+    read_count,
+    read_flag,
+    read_objects,
+    read_role,
+    read_text,
+    read_texts,
+    wrong_field,
 )
 from relax_hpc.rollout.agents.gateway.front import Reply
 
-# Two sentences of OpenAI's: litellm and verifiers look for the first, langchain-openai 1.7 for the
-# last.
+# Two sentences of OpenAI's errors: litellm and verifiers search for the first one, langchain-openai
+# 1.7 for the last one.
 TOO_LONG = (
     "This model's maximum context length is {limit} tokens. However, your messages resulted in "
-    "{tokens} tokens. Please "
-    "reduce the length of the messages. Input tokens exceed the configured limit of {limit} tokens."
+    "{tokens} tokens. Please reduce the length of the messages. Input tokens exceed the configured "
+    "limit of {limit} tokens."
 )
 _ROLES = {
     "system": "system",
@@ -40,8 +40,8 @@ _ROLES = {
     "tool": "tool",
 }
 _THOUGHTS = ("reasoning_content", "reasoning")
-"""Fields of a message that have a thought, as servers of SGLang and vLLM name them."""
-_FIELDS = Fields(
+"""Fields of a message for a thought, as named by the servers of SGLang and vLLM."""
+_FIELDS = RequestFields(
     read=frozenset(
         (
             "model",
@@ -74,73 +74,74 @@ _FIELDS = Fields(
 )
 
 
-def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
+def parse(body: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
     """See `Dialect.parse`."""
-    _FIELDS.check(asked)
-    options = asked.get("stream_options")
-    tools = [_tool(tool) for tool in list_in(asked, "tools")] if asked.get("tools") else []
+    _FIELDS.check(body)
+    options = body.get("stream_options")
+    tools = [_tool(tool) for tool in read_objects(body, "tools")] if body.get("tools") else []
     return ChatRequest(
-        [_message(message) for message in list_in(asked, "messages")],
+        [_message(message) for message in read_objects(body, "messages")],
         tools,
-        may_call=bool(tools) and asked.get("tool_choice") != "none",
-        max_tokens=number_in(asked, "max_completion_tokens", "max_tokens"),
-        stop=texts_in(asked, "stop"),
-        streams=flag_in(asked, "stream"),
-        tells_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        may_call=bool(tools) and body.get("tool_choice") != "none",
+        max_tokens=read_count(body, "max_completion_tokens", "max_tokens"),
+        stop=read_texts(body, "stop"),
+        streams=read_flag(body, "stream"),
+        reports_usage=isinstance(options, dict) and bool(options.get("include_usage")),
     )
 
 
-def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
-    function = given.get("function")
-    if given.get("type") != "function" or not isinstance(function, dict):
-        raise wrong("tools", given, "functions")
-    tool_of(function.get("name"), None, None)
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise wrong_field("tools", tool, "functions")
+    make_tool(function.get("name"), None, None)
     return {"type": "function", "function": function}
 
 
-def _message(given: Mapping[str, Any]) -> Message:
-    role = role_in(given, "messages.role", _ROLES)
-    if role != "assistant" and given.get("content") is None:
-        raise wrong(
+def _message(sent: Mapping[str, Any]) -> Message:
+    role = read_role(sent, "messages.role", _ROLES)
+    if role != "assistant" and sent.get("content") is None:
+        raise wrong_field(
             "messages.content",
             None,
-            f"a text or parts, which a message of role {given['role']} has to have",
+            f"a text or parts, which a message of role {sent['role']} has to have",
         )
-    message: Message = {"role": role, "content": text_of(given.get("content"))}
+    message: Message = {"role": role, "content": join_text(sent.get("content"))}
     if role == "assistant" and THOUGHT not in message["content"]:
-        message["content"] = _thought(given) + message["content"]
-    for name in ("function_call", "audio", "refusal"):
-        if given.get(name):
-            raise wrong(f"messages.{name}", given[name], "nothing; calls are tool_calls")
-    # An assistant's is no part of what the policy has said.
-    if role != "assistant" and text_in(given, "name"):
-        message["name"] = given["name"]
-    if isinstance(name := given.get("tool_call_id"), str):
-        message["tool_call_id"] = name
-    if given.get("tool_calls"):
+        message["content"] = _thought(sent) + message["content"]
+    for field in ("function_call", "audio", "refusal"):
+        if sent.get(field):
+            raise wrong_field(f"messages.{field}", sent[field], "nothing; calls are tool_calls")
+    # The name of an assistant is not a part of the policy's turn.
+    if role != "assistant" and read_text(sent, "name"):
+        message["name"] = sent["name"]
+    call_id = sent.get("tool_call_id")
+    if isinstance(call_id, str):
+        message["tool_call_id"] = call_id
+    if sent.get("tool_calls"):
         if role != "assistant":
-            raise wrong("messages.tool_calls", role, "of an assistant")
-        message["tool_calls"] = [_call(call) for call in list_in(given, "tool_calls")]
+            raise wrong_field("messages.tool_calls", role, "of an assistant")
+        message["tool_calls"] = [_call(call) for call in read_objects(sent, "tool_calls")]
     return message
 
 
-def _thought(given: Mapping[str, Any]) -> str:
+def _thought(sent: Mapping[str, Any]) -> str:
     """The thought of an assistant's message, with the marks that the policy writes around it.
-    litellm and others move it from the content to a field."""
-    thought = next((text_in(given, field) for field in _THOUGHTS if given.get(field)), "")
+    litellm and other clients move it from the content to a field."""
+    thought = next((read_text(sent, field) for field in _THOUGHTS if sent.get(field)), "")
     return f"{THINK}{thought}{THOUGHT}" if thought else ""
 
 
-def _call(given: Mapping[str, Any]) -> dict[str, Any]:
-    function = given.get("function")
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
     if not isinstance(function, dict):
-        raise wrong("messages.tool_calls", given, "calls of functions")
-    return call_of(function.get("name"), function.get("arguments"), given.get("id"))
+        raise wrong_field("messages.tool_calls", call, "calls of functions")
+    return make_call(function.get("name"), function.get("arguments"), call.get("id"))
 
 
-def reply(request: ChatRequest, answer: Answer) -> Reply:
+def reply(request: ChatRequest, answer: PolicyAnswer) -> Reply:
     """See `Dialect.reply`."""
-    about = {"id": f"chatcmpl-{answer.number}", "created": int(time.time()), "model": MODEL}
+    head = {"id": f"chatcmpl-{answer.number}", "created": int(time.time()), "model": MODEL}
     calls = [
         {
             "id": name,
@@ -149,38 +150,43 @@ def reply(request: ChatRequest, answer: Answer) -> Reply:
         }
         for name, call in answer.named_calls
     ]
-    reason = "tool_calls" if calls else "length" if answer.is_cut else "stop"
+    reason = "length" if answer.is_cut else "stop"
+    if calls:
+        reason = "tool_calls"
     usage = {
-        "prompt_tokens": answer.known,
+        "prompt_tokens": answer.context_tokens,
         "completion_tokens": answer.tokens,
-        "total_tokens": answer.known + answer.tokens,
+        "total_tokens": answer.context_tokens + answer.tokens,
     }
     # Without calls, smolagents and other clients fail at a content of null.
-    said = {"role": "assistant", "content": answer.content or (None if calls else "")}
+    content = answer.content or (None if calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     if request.streams:
-        return streamed(_events(about, said, calls, reason, usage if request.tells_usage else None))
-    message = {**said, **({"tool_calls": calls} if calls else {})}
+        sent_usage = usage if request.reports_usage else None
+        return streamed(_events(head, message, calls, reason, sent_usage))
+    if calls:
+        message["tool_calls"] = calls
     choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
     return Reply(
-        200, as_json(about | {"object": "chat.completion", "choices": [choice], "usage": usage})
+        200, as_json(head | {"object": "chat.completion", "choices": [choice], "usage": usage})
     )
 
 
 def _events(
-    about: Mapping[str, Any],
-    said: Mapping[str, Any],
+    head: Mapping[str, Any],
+    message: Mapping[str, Any],
     calls: Sequence[Mapping[str, Any]],
     reason: str,
     usage: Mapping[str, int] | None,
 ) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
     def chunk(delta: Mapping[str, Any], reason: str | None = None) -> tuple[str, Mapping[str, Any]]:
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        return "", {**about, "object": "chat.completion.chunk", "choices": [choice]}
+        return "", {**head, "object": "chat.completion.chunk", "choices": [choice]}
 
-    yield chunk(said)
+    yield chunk(message)
     if calls:
-        yield chunk({"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]})
+        yield chunk({"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
     yield chunk({}, reason)
     if usage:
-        yield "", {**about, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+        yield "", {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
     yield "", None

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
+from relax_hpc.rollout.agents.answers import MODEL, PolicyAnswer, arguments_of, as_json, streamed
 from relax_hpc.rollout.agents.chat import (
     ChatRequest,
-    Fields,
     Message,
-    call_of,
-    flag_in,
-    list_in,
-    number_in,
-    role_in,
-    text_of,
-    texts_in,
-    tool_of,
-    wrong,
+    RequestFields,
+    join_text,
+    make_call,
+    make_tool,
+    read_count,
+    read_flag,
+    read_objects,
+    read_role,
+    read_texts,
+    wrong_field,
 )
 from relax_hpc.rollout.agents.gateway.front import Reply
 
 TOO_LONG = "prompt is too long: {tokens} tokens > {limit} maximum"
 _THOUGHTS = ("thinking", "redacted_thinking")
-"""Blocks that this policy never gave."""
+"""Types of blocks that this policy never sends."""
 _ROLES = {"user": "user", "assistant": "assistant"}
-_FIELDS = Fields(
+_FIELDS = RequestFields(
     read=frozenset(
         (
             "model",
@@ -44,52 +44,53 @@ _FIELDS = Fields(
 )
 
 
-def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
+def parse(body: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
     """See `Dialect.parse`."""
-    # `effort` is a hint; `format` would be a constraint.
-    output = asked.get("output_config")
+    # `effort` is a hint. `format` would restrict the answer, which is not supported.
+    output = body.get("output_config")
     if not isinstance(output or {}, dict) or set(output or {}) - {"effort"}:
-        raise wrong("output_config", output, "effort")
-    _FIELDS.check({name: value for name, value in asked.items() if name != "output_config"})
-    tools = [_tool(tool) for tool in list_in(asked, "tools")] if asked.get("tools") else []
-    system = text_of(asked.get("system"))
+        raise wrong_field("output_config", output, "effort")
+    _FIELDS.check({name: value for name, value in body.items() if name != "output_config"})
+    tools = [_tool(tool) for tool in read_objects(body, "tools")] if body.get("tools") else []
+    system = join_text(body.get("system"))
     messages = [{"role": "system", "content": system}] if system else []
-    for message in list_in(asked, "messages"):
+    for message in read_objects(body, "messages"):
         messages += _messages(message)
     return ChatRequest(
         messages,
         tools,
-        may_call=_choice(asked.get("tool_choice")) == "auto" and bool(tools),
-        max_tokens=number_in(asked, "max_tokens"),
-        stop=texts_in(asked, "stop_sequences"),
-        streams=flag_in(asked, "stream"),
+        may_call=_choice(body.get("tool_choice")) == "auto" and bool(tools),
+        max_tokens=read_count(body, "max_tokens"),
+        stop=read_texts(body, "stop_sequences"),
+        streams=read_flag(body, "stream"),
     )
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise wrong("tools.type", tool["type"], "custom: tools that the program has itself")
-    return tool_of(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+        raise wrong_field("tools.type", tool["type"], "custom: tools that the program has itself")
+    return make_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
 def _choice(choice: Any) -> str:
-    """Whether the policy may call: auto or none. Refused: it is to call something."""
+    """Whether the policy may call a tool: auto or none. Refused: it must call one."""
     choice = choice or {"type": "auto"}
     if not isinstance(choice, dict) or choice.get("type") not in ("auto", "none"):
-        raise wrong("tool_choice", choice, '{"type": "auto"} or {"type": "none"}')
+        raise wrong_field("tool_choice", choice, '{"type": "auto"} or {"type": "none"}')
     if choice.get("disable_parallel_tool_use"):
-        raise wrong("tool_choice.disable_parallel_tool_use", True, "false")
+        raise wrong_field("tool_choice.disable_parallel_tool_use", True, "false")
     return choice["type"]
 
 
-def _messages(given: Mapping[str, Any]) -> Iterator[Message]:
-    """Messages that one is: of a user's, results of tools stand by themselves."""
-    role, content = role_in(given, "messages.role", _ROLES), given.get("content")
+def _messages(sent: Mapping[str, Any]) -> Iterator[Message]:
+    """Messages for the template in a ``sent`` message: each result of a tool is a separate
+    message."""
+    role, content = read_role(sent, "messages.role", _ROLES), sent.get("content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
     texts, calls = list[Any](), list[dict[str, Any]]()
-    for block in list_in(given, "content"):
+    for block in read_objects(sent, "content"):
         match block.get("type"):
             case "tool_result" if role == "user":
                 text = _result(block)
@@ -99,22 +100,26 @@ def _messages(given: Mapping[str, Any]) -> Iterator[Message]:
                     "content": text,
                 }
             case "tool_use" if role == "assistant":
-                calls.append(call_of(block.get("name"), block.get("input"), block.get("id")))
+                calls.append(make_call(block.get("name"), block.get("input"), block.get("id")))
             case kind if role != "assistant" or kind not in _THOUGHTS:
                 texts.append(block)
     if texts or calls:
-        yield {"role": role, "content": text_of(texts), **({"tool_calls": calls} if calls else {})}
+        yield {
+            "role": role,
+            "content": join_text(texts),
+            **({"tool_calls": calls} if calls else {}),
+        }
 
 
 def _result(block: Mapping[str, Any]) -> str:
-    """Text of a tool's result. Chat templates have no field for a failure, so the text says it, as
-    that of a tool of `environment.kind: tools` does."""
-    text = text_of(block.get("content"))
+    """Text of a tool's result. Chat templates have no field for a failure, so a failure is marked
+    in the text, as by tools of `environment.kind: tools`."""
+    text = join_text(block.get("content"))
     says_error = text.lstrip().lower().startswith("error")
     return f"Error: {text}" if block.get("is_error") and not says_error else text
 
 
-def reply(request: ChatRequest, answer: Answer) -> Reply:
+def reply(request: ChatRequest, answer: PolicyAnswer) -> Reply:
     """See `Dialect.reply`."""
     message = {
         "id": f"msg_{answer.number}",
@@ -124,12 +129,12 @@ def reply(request: ChatRequest, answer: Answer) -> Reply:
         "content": _blocks(answer),
         "stop_reason": _stop_reason(answer),
         "stop_sequence": answer.stops[0] if answer.stops else None,
-        "usage": {"input_tokens": answer.known, "output_tokens": answer.tokens},
+        "usage": {"input_tokens": answer.context_tokens, "output_tokens": answer.tokens},
     }
     return streamed(_events(message, answer)) if request.streams else Reply(200, as_json(message))
 
 
-def _stop_reason(answer: Answer) -> str:
+def _stop_reason(answer: PolicyAnswer) -> str:
     if answer.calls:
         return "tool_use"
     if answer.is_cut:
@@ -137,7 +142,7 @@ def _stop_reason(answer: Answer) -> str:
     return "stop_sequence" if answer.stops else "end_turn"
 
 
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def _blocks(answer: PolicyAnswer) -> list[dict[str, Any]]:
     text = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
     calls = [
         {"type": "tool_use", "id": name, "name": call.name, "input": call.arguments}
@@ -146,22 +151,24 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     return [*text, *calls]
 
 
-def _events(message: Mapping[str, Any], answer: Answer) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    def event(kind: str, **about: Any) -> tuple[str, Mapping[str, Any]]:
-        return kind, {"type": kind, **about}
+def _events(
+    message: Mapping[str, Any], answer: PolicyAnswer
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def event(kind: str, **content: Any) -> tuple[str, Mapping[str, Any]]:
+        return kind, {"type": kind, **content}
 
-    begun = {"content": [], "stop_reason": None, "usage": {**message["usage"], "output_tokens": 0}}
-    yield event("message_start", message={**message, **begun})
+    start_usage = {**message["usage"], "output_tokens": 0}
+    empty_message = {**message, "content": [], "stop_reason": None, "usage": start_usage}
+    yield event("message_start", message=empty_message)
     arguments = iter([arguments_of(call) for call in answer.calls])
     for index, block in enumerate(message["content"]):
         if block["type"] == "text":
-            start, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty_block = {**block, "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
-            start, delta = (
-                {**block, "input": {}},
-                {"type": "input_json_delta", "partial_json": next(arguments)},
-            )
-        yield event("content_block_start", index=index, content_block=start)
+            empty_block = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": next(arguments)}
+        yield event("content_block_start", index=index, content_block=empty_block)
         yield event("content_block_delta", index=index, delta=delta)
         yield event("content_block_stop", index=index)
     ended = {name: message[name] for name in ("stop_reason", "stop_sequence")}

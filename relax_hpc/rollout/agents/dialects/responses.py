@@ -6,21 +6,21 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
+from relax_hpc.rollout.agents.answers import MODEL, PolicyAnswer, arguments_of, as_json, streamed
 from relax_hpc.rollout.agents.chat import (
     ChatRequest,
-    Fields,
     Message,
     Refused,
-    call_of,
-    flag_in,
-    list_in,
-    number_in,
-    role_in,
-    text_in,
-    text_of,
-    tool_of,
-    wrong,
+    RequestFields,
+    join_text,
+    make_call,
+    make_tool,
+    read_count,
+    read_flag,
+    read_objects,
+    read_role,
+    read_text,
+    wrong_field,
 )
 from relax_hpc.rollout.agents.dialects import completions
 from relax_hpc.rollout.agents.gateway.front import Reply
@@ -28,7 +28,7 @@ from relax_hpc.rollout.agents.gateway.front import Reply
 TOO_LONG = f"Your input exceeds the context window of this model. {completions.TOO_LONG}"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS = ("input_text", "output_text", "text")
-_FIELDS = Fields(
+_FIELDS = RequestFields(
     read=frozenset(
         (
             "model",
@@ -42,16 +42,8 @@ _FIELDS = Fields(
     ),
     hints=frozenset(
         (
-            *(
-                "user",
-                "metadata",
-                "store",
-                "service_tier",
-                "safety_identifier",
-                "reasoning",
-                "stream_options",
-            ),
-            *("prompt_cache_key", "prompt_cache_retention"),
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "reasoning"),
+            *("stream_options", "prompt_cache_key", "prompt_cache_retention"),
         )
     ),
     neutral={
@@ -60,101 +52,103 @@ _FIELDS = Fields(
         "truncation": ["disabled"],
         "background": [False],
         "top_logprobs": [0],
-        # The policy has no reasoning that a client could not read.
+        # The policy's reasoning is a part of its text, so no reasoning is encrypted.
         "include": [[], ["reasoning.encrypted_content"]],
     },
 )
 
 
-def name_of(answer: Answer) -> str:
-    """Name of an answer, by which a later request goes on."""
+def answer_id(answer: PolicyAnswer) -> str:
+    """Id of an answer, with which a later request continues its chat."""
     return f"resp_{answer.number}"
 
 
-def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
+def parse(body: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
     """See `Dialect.parse`."""
-    # `verbosity` is a hint; a format would be a constraint.
-    text = asked.get("text") or {}
+    # `verbosity` is a hint. A format would restrict the answer, which is not supported.
+    text = body.get("text") or {}
     if not isinstance(text, dict) or set(text) - {"format", "verbosity"}:
-        raise wrong("text", text, "format, verbosity")
+        raise wrong_field("text", text, "format, verbosity")
     if text.get("format") not in (None, {"type": "text"}):
-        raise wrong("text.format", text["format"], '{"type": "text"} or nothing')
-    _FIELDS.check({name: value for name, value in asked.items() if name != "text"})
-    instructions, before = (
-        text_of(asked.get("instructions")),
-        text_in(asked, "previous_response_id"),
-    )
-    if before and before not in chats:
+        raise wrong_field("text.format", text["format"], '{"type": "text"} or nothing')
+    _FIELDS.check({name: value for name, value in body.items() if name != "text"})
+    instructions = join_text(body.get("instructions"))
+    previous_id = read_text(body, "previous_response_id")
+    if previous_id and previous_id not in chats:
         raise Refused(
             404,
             "unknown_response",
-            f"previous_response_id: found {before[:80]!r}, which is no answer",
+            f"previous_response_id: found {previous_id[:80]!r}, which is no answer",
         )
-    given = asked.get("input")
-    items = (
-        [{"role": "user", "content": given}] if isinstance(given, str) else list_in(asked, "input")
-    )
-    first = [{"role": "system", "content": instructions}] if instructions else []
-    tools = [_tool(tool) for tool in list_in(asked, "tools")] if asked.get("tools") else []
+    if isinstance(body.get("input"), str):
+        items = [{"role": "user", "content": body["input"]}]
+    else:
+        items = read_objects(body, "input")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    tools = [_tool(tool) for tool in read_objects(body, "tools")] if body.get("tools") else []
     return ChatRequest(
-        [*first, *chats.get(before, ()), *_messages(items)],
+        [*system, *chats.get(previous_id, ()), *_messages(items)],
         tools,
-        may_call=bool(tools) and asked.get("tool_choice") != "none",
-        max_tokens=number_in(asked, "max_output_tokens"),
-        streams=flag_in(asked, "stream"),
-        apart=len(first),
+        may_call=bool(tools) and body.get("tool_choice") != "none",
+        max_tokens=read_count(body, "max_output_tokens"),
+        streams=read_flag(body, "stream"),
+        instructions=len(system),
     )
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise wrong("tools.type", tool.get("type"), "function: tools that the program has itself")
-    return tool_of(tool.get("name"), tool.get("description"), tool.get("parameters"))
+        raise wrong_field(
+            "tools.type", tool.get("type"), "function: tools that the program has itself"
+        )
+    return make_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
 def _messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Messages of items: what an assistant has said and called, one after the other, is one."""
-    found: list[Message] = []
+    """Messages of ``items``. A text of an assistant and the calls after it are one message."""
+    messages: list[Message] = []
     for item in items:
         match item.get("type", "message"):
             case "message":
-                role = role_in(item, "input.role", _ROLES)
+                role = read_role(item, "input.role", _ROLES)
                 if role != "assistant" and item.get("content") is None:
-                    raise wrong(
+                    raise wrong_field(
                         "input.content",
                         None,
                         f"a text or parts, which a message of role {role} has to have",
                     )
-                found.append({"role": role, "content": text_of(item.get("content"), _TEXTS)})
+                messages.append({"role": role, "content": join_text(item.get("content"), _TEXTS)})
             case "function_call":
-                if not found or found[-1]["role"] != "assistant":
-                    found.append({"role": "assistant", "content": ""})
-                call = call_of(item.get("name"), item.get("arguments"), item.get("call_id"))
-                found[-1].setdefault("tool_calls", []).append(call)
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                call = make_call(item.get("name"), item.get("arguments"), item.get("call_id"))
+                messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                text = text_of(item.get("output"), _TEXTS)
-                found.append(
+                text = join_text(item.get("output"), _TEXTS)
+                messages.append(
                     {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text}
                 )
             case "reasoning":
-                # This policy never gave any.
+                # Not from this policy, which never sends reasoning items.
                 pass
             case kind:
-                raise wrong("input.type", kind, "message, function_call, function_call_output")
-    return found
+                raise wrong_field(
+                    "input.type", kind, "message, function_call, function_call_output"
+                )
+    return messages
 
 
-def reply(request: ChatRequest, answer: Answer) -> Reply:
+def reply(request: ChatRequest, answer: PolicyAnswer) -> Reply:
     """See `Dialect.reply`."""
     usage = {
-        "input_tokens": answer.known,
+        "input_tokens": answer.context_tokens,
         "input_tokens_details": {"cached_tokens": 0},
         "output_tokens": answer.tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answer.known + answer.tokens,
+        "total_tokens": answer.context_tokens + answer.tokens,
     }
     response = {
-        "id": name_of(answer),
+        "id": answer_id(answer),
         "object": "response",
         "created_at": int(time.time()),
         "model": MODEL,
@@ -172,15 +166,16 @@ def reply(request: ChatRequest, answer: Answer) -> Reply:
     return streamed(_events(response)) if request.streams else Reply(200, as_json(response))
 
 
-def _items(answer: Answer) -> list[dict[str, Any]]:
-    part = {"type": "output_text", "text": answer.content, "annotations": []}
-    about = {
+def _items(answer: PolicyAnswer) -> list[dict[str, Any]]:
+    text = {"type": "output_text", "text": answer.content, "annotations": []}
+    message = {
         "id": f"msg_{answer.number}",
         "type": "message",
         "role": "assistant",
         "status": "completed",
+        "content": [text],
     }
-    text = [{**about, "content": [part]}] if answer.content or not answer.calls else []
+    messages = [message] if answer.content or not answer.calls else []
     calls = [
         {
             "id": f"fc_{name}",
@@ -192,48 +187,49 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
         }
         for name, call in answer.named_calls
     ]
-    return [*text, *calls]
+    return [*messages, *calls]
 
 
 def _events(response: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    begun = {
+    empty_response = {
         **response,
         "status": "in_progress",
         "output": [],
         "usage": None,
         "incomplete_details": None,
     }
-    found = [("response.created", {"response": begun})]
+    events: list[tuple[str, dict[str, Any]]] = [("response.created", {"response": empty_response})]
     for index, item in enumerate(response["output"]):
-        found += _item_events({"output_index": index, "item_id": item["id"]}, item)
-    found.append((f"response.{response['status']}", {"response": response}))
-    for number, (kind, about) in enumerate(found):
-        yield kind, {"type": kind, "sequence_number": number, **about}
+        events += _item_events(index, item)
+    events.append((f"response.{response['status']}", {"response": response}))
+    for number, (kind, content) in enumerate(events):
+        yield kind, {"type": kind, "sequence_number": number, **content}
 
 
 def _item_events(
-    place: Mapping[str, Any], item: Mapping[str, Any]
+    output_index: int, item: Mapping[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    index = {"output_index": place["output_index"]}
+    index = {"output_index": output_index}
+    item_ids = {**index, "item_id": item["id"]}
     if item["type"] == "message":
         yield (
             "response.output_item.added",
             {**index, "item": {**item, "status": "in_progress", "content": []}},
         )
-        (part,) = item["content"]
-        inner = {**place, "content_index": 0}
-        yield "response.content_part.added", {**inner, "part": {**part, "text": ""}}
-        yield "response.output_text.delta", {**inner, "delta": part["text"], "logprobs": []}
-        yield "response.output_text.done", {**inner, "text": part["text"], "logprobs": []}
-        yield "response.content_part.done", {**inner, "part": part}
+        (text,) = item["content"]
+        ids = {**item_ids, "content_index": 0}
+        yield "response.content_part.added", {**ids, "part": {**text, "text": ""}}
+        yield "response.output_text.delta", {**ids, "delta": text["text"], "logprobs": []}
+        yield "response.output_text.done", {**ids, "text": text["text"], "logprobs": []}
+        yield "response.content_part.done", {**ids, "part": text}
     else:
         yield (
             "response.output_item.added",
             {**index, "item": {**item, "status": "in_progress", "arguments": ""}},
         )
-        yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
+        yield "response.function_call_arguments.delta", {**item_ids, "delta": item["arguments"]}
         yield (
             "response.function_call_arguments.done",
-            {**place, "arguments": item["arguments"], "name": item["name"]},
+            {**item_ids, "arguments": item["arguments"], "name": item["name"]},
         )
     yield "response.output_item.done", {**index, "item": item}

@@ -1,5 +1,5 @@
-"""Sessions, and the rollout processes that have opened them: who asks by a bearer is answered by
-its opener."""
+"""Sessions of rollout processes. A request with the bearer of a session is answered by the rollout
+process that opened the session."""
 
 from __future__ import annotations
 
@@ -8,77 +8,79 @@ from dataclasses import dataclass
 
 from relax_hpc.net.transport.calls import CallListener
 from relax_hpc.net.transport.exchange import Message, PeerGone
-from relax_hpc.rollout.agents.gateway.front import Asked, Reply
+from relax_hpc.rollout.agents.gateway.front import ProgramRequest, Reply
 
 
 @dataclass(frozen=True, slots=True)
-class _Session:
+class _OpenSession:
     peer: int
-    """Number of the connection of who has opened it."""
+    """Number of the connection of its rollout process."""
     name: str
 
 
 class Broker:
-    """Listening end of the connections of rollout processes and forwarders, which hold the run's
-    token."""
+    """Listening end of the connections of rollout processes and forwarders, which authenticate with
+    the run's token."""
 
     def __init__(self, listening: socket.socket, token: bytes, purpose: bytes) -> None:
         """See `CallListener`."""
-        self._listener = CallListener(listening, token, purpose, self._served, self._forget)
+        self._listener = CallListener(listening, token, purpose, self._answer_peer, self._forget)
         self.endpoint = self._listener.endpoint
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _OpenSession] = {}
         """Sessions by the digest of their bearer."""
-        self.asked = 0
-        """Requests so far that had a session."""
+        self.request_count = 0
+        """Requests so far with the bearer of a session."""
 
     async def knows(self, key: str) -> bool:
-        """Whether there is a session whose bearer has this digest."""
+        """Whether there is a session whose bearer has the digest ``key``."""
         return key in self._sessions
 
     async def serve(self) -> None:
         """Serve peers until cancelled."""
         await self._listener.run()
 
-    async def ask(self, asked: Asked) -> Reply:
-        """Answer of who has opened the session."""
-        if not (session := self._sessions.get(asked.key)):
-            return Reply.unknown_bearer(asked.path)
-        self.asked += 1
-        request = {
+    async def answer(self, request: ProgramRequest) -> Reply:
+        """Reply of the rollout process that opened the session."""
+        session = self._sessions.get(request.key)
+        if not session:
+            return Reply.unknown_bearer(request.path)
+        self.request_count += 1
+        message = {
             "session": session.name,
-            "path": asked.path,
-            "body": asked.body,
-            "repeats": asked.repeats,
-            "idempotency": asked.idempotency,
+            "path": request.path,
+            "body": request.body,
+            "repeats": request.repeats,
+            "idempotency": request.idempotency,
         }
         try:
-            answer = await self._listener.call(session.peer, do="ask", **request)
+            reply = await self._listener.call(session.peer, do="ask", **message)
         except PeerGone as gone:
-            return Reply.error(503, "session_gone", f"the session has ended: {gone}", asked.path)
-        return reply_of(answer)
+            return Reply.error(503, "session_gone", f"the session has ended: {gone}", request.path)
+        return decode_reply(reply)
 
-    async def _served(self, number: int, message: Message) -> Message:
-        """Answer to a peer. LookupError, ValueError: it asks for nothing that there is."""
+    async def _answer_peer(self, number: int, message: Message) -> Message:
+        """Answer to a call of peer ``number``. LookupError, ValueError: the call is invalid."""
         match message["do"]:
             case "open":
-                if not self._own(number, message["key"]):
-                    raise ValueError("another has a session of this key")
-                self._sessions[message["key"]] = _Session(number, message["session"])
+                if not self._may_use(number, message["key"]):
+                    raise ValueError("another peer has a session with this key")
+                self._sessions[message["key"]] = _OpenSession(number, message["session"])
             case "close":
-                if self._own(number, message["key"]):
+                if self._may_use(number, message["key"]):
                     self._sessions.pop(message["key"], None)
             case "knows":
                 return {"known": await self.knows(message["key"])}
             case "request":
-                request = Asked(
+                request = ProgramRequest(
                     *(message[name] for name in ("key", "path", "body", "repeats", "idempotency"))
                 )
-                return message_of(await self.ask(request))
-            case other:
-                raise ValueError(f"found {other!r}")
+                return encode_reply(await self.answer(request))
+            case unknown:
+                raise ValueError(f"found {unknown!r}")
         return {}
 
-    def _own(self, number: int, key: str) -> bool:
+    def _may_use(self, number: int, key: str) -> bool:
+        """Whether peer ``number`` may open or close the session with ``key``."""
         session = self._sessions.get(key)
         return session is None or session.peer == number
 
@@ -87,11 +89,11 @@ class Broker:
             del self._sessions[key]
 
 
-def message_of(reply: Reply) -> Message:
-    """``reply`` as what is sent between processes."""
+def encode_reply(reply: Reply) -> Message:
+    """``reply`` as a message between processes."""
     return {"status": reply.status, "body": reply.body, "content_type": reply.content_type}
 
 
-def reply_of(message: Message) -> Reply:
-    """The reply that a message of `message_of` is."""
+def decode_reply(message: Message) -> Reply:
+    """The reply in a message of `encode_reply`."""
     return Reply(message["status"], message["body"], message["content_type"])

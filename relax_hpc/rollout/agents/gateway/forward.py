@@ -1,8 +1,8 @@
-"""`python -m relax_hpc.rollout.agents.gateway.forward --run_dir RUN`: the endpoint on a node on
-which the gateway is not.
+"""`python -m relax_hpc.rollout.agents.gateway.forward --run_dir RUN`: the endpoint on a node
+without the gateway.
 
-It prints its address in one line, and ends with the process that has started it, or when the run's
-gateway is gone for long.
+It prints its address in one line. It ends with the process that started it, or when there has been
+no gateway for a long time.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from relax_hpc.net.rendezvous.open_files import connection_limit
 from relax_hpc.net.rendezvous.process import die_with_parent, set_private_umask
 from relax_hpc.net.transport.calls import serve_nothing
 from relax_hpc.net.transport.exchange import PeerGone
-from relax_hpc.rollout.agents.gateway.broker import reply_of
-from relax_hpc.rollout.agents.gateway.front import Asked, Front, Reply
+from relax_hpc.rollout.agents.gateway.broker import decode_reply
+from relax_hpc.rollout.agents.gateway.front import Front, ProgramRequest, Reply
 from relax_hpc.rollout.agents.gateway.link import Link, reach
 
 _PATIENCE_S = 600.0
-"""Seconds for which another gateway is looked for when one has gone."""
+"""Seconds to wait for a new gateway after the connection to one was lost."""
 
 
 class Forwarder:
-    """Front of a node, whose requests the gateway answers."""
+    """The front of a node. It forwards requests to the gateway."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._link: Link | None = None
-        self.front = Front(self._knows, self._ask)
+        self.front = Front(self._knows, self._forward)
 
     async def serve(self) -> None:
-        """Serve until there is no gateway any more. DeadlineError: that is so."""
+        """Serve until there is no gateway, and then raise DeadlineError."""
         self._link = await reach(self._run, serve_nothing, _PATIENCE_S)
         await self.front.start()
         print(self.front.url, flush=True)
@@ -50,12 +50,12 @@ class Forwarder:
         except PeerGone:
             return False
 
-    async def _ask(self, asked: Asked) -> Reply:
+    async def _forward(self, request: ProgramRequest) -> Reply:
         assert self._link
         try:
-            return reply_of(await self._link.call(do="request", **asdict(asked)))
+            return decode_reply(await self._link.call(do="request", **asdict(request)))
         except PeerGone as gone:
-            return Reply.error(503, "gateway_gone", str(gone), asked.path)
+            return Reply.error(503, "gateway_gone", str(gone), request.path)
 
 
 def main() -> None:

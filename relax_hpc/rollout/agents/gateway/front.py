@@ -1,5 +1,5 @@
-"""The HTTP side: who shows the bearer of a session may post requests of bounded size to it, others
-nothing."""
+"""The HTTP side. A client with the bearer of a session may post requests of limited size to it; all
+other clients are refused."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
 from relax_hpc.net.rendezvous.network import LOOPBACK
 from relax_hpc.net.transport.proof import MAX_UNPROVEN, PROOF_S
 
-MOST_BYTES = 4 << 20
-"""Bytes of a request's body at most."""
+MAX_BYTES = 4 << 20
+"""Most bytes of a request's body."""
 _BODY_S = 30.0
-"""Seconds for the body of a request to come."""
+"""Seconds for the body of a request to arrive."""
 _IDLE_S = 75.0
-"""Seconds for which a connection without a request is kept."""
-_MOST_DIGITS = 6
-"""Digits of a count of retries; a larger one is no count."""
+"""Seconds for which a connection without a request stays open."""
+_MAX_DIGITS = 6
+"""Most digits of a retry count. A longer number is not a count."""
 JSON = "application/json"
 MESSAGES = "/v1/messages"
-"""Path of Anthropic's interface, and beginning of those that belong to it."""
+"""Path of Anthropic's interface, and prefix of the other paths of that interface."""
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -39,28 +40,29 @@ _ANTHROPIC_TYPES = {
 
 
 def key_of(bearer: str) -> str:
-    """Digest of a bearer, by which its session is known; it opens nothing.
+    """Digest of a bearer, which identifies its session. The digest gives no access.
 
     >>> key_of("sk-x")[:8]
     '9df37f5e'
     """
-    # aiohttp reads bytes of a header that are no UTF-8 as surrogates.
+    # aiohttp decodes bytes of a header that are not UTF-8 as surrogates.
     return hashlib.sha256(bearer.encode(errors="surrogateescape")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request of an agent program."""
+class ProgramRequest:
+    """A request of an agent program. The names of the fields are keys of a message between
+    processes."""
 
     key: str
     """Digest of its bearer."""
     path: str
     body: bytes = field(repr=False)
     repeats: int | None = None
-    """Times that its client has sent it before; None: the client does not say."""
+    """Number of earlier times that its client has sent it; None: the client does not count them."""
     idempotency: str = ""
-    """Digest of its idempotency key, which requests have in common that are one; empty: it has
-    none."""
+    """Digest of its idempotency key, which is the same for all retries of a request; empty: it has
+    no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,9 @@ class Reply:
 
     @classmethod
     def error(cls, status: int, code: str, detail: str, path: str = "") -> Reply:
-        """Error as the clients of a ``path`` read it: Anthropic's, or else OpenAI's. Both have the
+        """Error in the format for clients of a ``path``: Anthropic's or OpenAI's. Both contain the
         ``code``."""
+        error: dict[str, Any]
         if path.startswith(MESSAGES):
             error = {
                 "type": _ANTHROPIC_TYPES.get(status, "invalid_request_error"),
@@ -88,7 +91,7 @@ class Reply:
 
     @classmethod
     def unknown_bearer(cls, path: str) -> Reply:
-        """Answer to a request that has no session."""
+        """Reply to a request without a session."""
         return cls.error(401, "unknown_bearer", "no session has this bearer, or it has ended", path)
 
 
@@ -96,23 +99,25 @@ class Front:
     """Server on the loopback address; for one event loop."""
 
     def __init__(
-        self, knows: Callable[[str], Awaitable[bool]], ask: Callable[[Asked], Awaitable[Reply]]
+        self,
+        knows: Callable[[str], Awaitable[bool]],
+        answer: Callable[[ProgramRequest], Awaitable[Reply]],
     ) -> None:
-        """``knows`` the digest of a bearer, before more is read of its request; ``ask`` gives the
-        answer."""
-        self._knows, self._ask = knows, ask
+        """``knows(key)``: whether a bearer with this digest has a session; it is called before the
+        body of a request is read. ``answer`` returns the reply to a request."""
+        self._knows, self._answer = knows, answer
         self.refused: Counter[str] = Counter()
-        """Requests, and connections, that came to nothing, by reason."""
+        """Refused requests and connections, by reason."""
         self.url = ""
-        self._strangers: dict[web.RequestHandler, None] = {}
-        """Connections that have shown no bearer yet, oldest first."""
+        self._unproven: dict[web.RequestHandler, None] = {}
+        """Connections that have not sent a valid bearer yet, oldest first."""
 
     async def start(self) -> None:
-        """Listen at a port of its own."""
+        """Listen at a free port."""
         loop = asyncio.get_running_loop()
         self._server = web.Server(
-            self._answered,
-            # A client that hangs up takes its request back.
+            self._handle,
+            # A request is cancelled when its client hangs up.
             handler_cancellation=True,
             keepalive_timeout=_IDLE_S,
             access_log=None,
@@ -127,8 +132,8 @@ class Front:
         await self._server.shutdown(1.0)
 
     def _malformed_logger(self) -> logging.Logger:
-        """Logger of aiohttp that counts its records: malformed requests, whose text may have a
-        bearer in it."""
+        """Logger for aiohttp that counts malformed requests and prints nothing, because the text of
+        a record may contain a bearer."""
 
         def count(record: logging.LogRecord) -> bool:
             if record.levelno >= logging.ERROR:
@@ -140,23 +145,24 @@ class Front:
         return logger
 
     def _connected(self) -> web.RequestHandler:
-        """Protocol of a new connection, which has a moment to show a bearer."""
+        """Protocol of a new connection, which must send a valid bearer within `PROOF_S`."""
         protocol = self._server()
-        self._strangers[protocol] = None
-        if len(self._strangers) > MAX_UNPROVEN:
-            self._turn_away(next(iter(self._strangers)), "crowded")
-        asyncio.get_running_loop().call_later(PROOF_S, self._turn_away, protocol, "silent")
+        self._unproven[protocol] = None
+        if len(self._unproven) > MAX_UNPROVEN:
+            self._abort_unproven(next(iter(self._unproven)), "crowded")
+        asyncio.get_running_loop().call_later(PROOF_S, self._abort_unproven, protocol, "silent")
         return protocol
 
-    def _turn_away(self, protocol: web.RequestHandler, reason: str) -> None:
-        is_stranger = self._strangers.pop(protocol, protocol) is None
-        if is_stranger and protocol.transport is not None:
+    def _abort_unproven(self, protocol: web.RequestHandler, reason: str) -> None:
+        is_unproven = self._unproven.pop(protocol, protocol) is None
+        if is_unproven and protocol.transport is not None:
             self.refused[reason] += 1
             protocol.transport.abort()
 
-    async def _answered(self, request: web.BaseRequest) -> web.Response:
+    async def _handle(self, request: web.BaseRequest) -> web.Response:
         reply = await self._reply(request)
-        # Nothing gets better by asking again at once, and each try would count.
+        # Clients of OpenAI and Anthropic retry errors unless this header forbids it. A retry has
+        # the same result, and refusals are counted.
         headers = {} if reply.status == 200 else {"x-should-retry": "false"}
         return web.Response(
             status=reply.status, body=reply.body, content_type=reply.content_type, headers=headers
@@ -167,8 +173,8 @@ class Front:
         if not await self._knows(key):
             self.refused["unknown_bearer"] += 1
             return Reply.unknown_bearer(request.path)
-        self._strangers.pop(request.protocol, None)
-        if (request.content_length or 0) > MOST_BYTES:
+        self._unproven.pop(request.protocol, None)
+        if (request.content_length or 0) > MAX_BYTES:
             return self._too_large(request.path)
         try:
             async with asyncio.timeout(_BODY_S):
@@ -185,13 +191,13 @@ class Front:
             )
         if body is None:
             return self._too_large(request.path)
-        return await self._ask(
-            Asked(key, request.path, body, _repeats(request), _idempotency(request))
+        return await self._answer(
+            ProgramRequest(key, request.path, body, _repeats(request), _idempotency(request))
         )
 
     def _too_large(self, path: str) -> Reply:
         self.refused["too_large"] += 1
-        return Reply.error(413, "too_large", f"a request may have {MOST_BYTES} bytes", path)
+        return Reply.error(413, "too_large", f"a request may have {MAX_BYTES} bytes", path)
 
 
 def _bearer(request: web.BaseRequest) -> str:
@@ -200,11 +206,12 @@ def _bearer(request: web.BaseRequest) -> str:
 
 
 def _repeats(request: web.BaseRequest) -> int | None:
-    """Retries as the clients of OpenAI and Anthropic count them; None: the client does not."""
+    """Retry count that clients of OpenAI and Anthropic send; None: the client sends none."""
     count = request.headers.get("x-stainless-retry-count")
     if count is None:
         return None
-    return int(count) if count.isascii() and count.isdecimal() and len(count) <= _MOST_DIGITS else 0
+    is_number = count.isascii() and count.isdecimal() and len(count) <= _MAX_DIGITS
+    return int(count) if is_number else 0
 
 
 def _idempotency(request: web.BaseRequest) -> str:
@@ -213,10 +220,10 @@ def _idempotency(request: web.BaseRequest) -> str:
 
 
 async def _read(request: web.BaseRequest) -> bytes | None:
-    """Body of a request; None if it is too large, whatever it said before."""
+    """Body of a request; None: it is too large. Its Content-Length is not trusted."""
     body = bytearray()
-    async for part in request.content.iter_any():
-        body += part
-        if len(body) > MOST_BYTES:
+    async for data in request.content.iter_any():
+        body += data
+        if len(body) > MAX_BYTES:
             return None
     return bytes(body)

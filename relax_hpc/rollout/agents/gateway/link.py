@@ -1,4 +1,4 @@
-"""The connecting end: a rollout process, or a forwarder, at the gateway."""
+"""The connecting end: the connection of a rollout process or a forwarder to the gateway."""
 
 from __future__ import annotations
 
@@ -11,43 +11,48 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.net.transport.calls import CallLink
 from relax_hpc.net.transport.exchange import Message
 from relax_hpc.net.transport.sockets import FrameConnection, connect
-from relax_hpc.rollout.agents.gateway.place import Place, newest_place, purpose_of
+from relax_hpc.rollout.agents.gateway.address import GatewayAddress, newest_address, purpose_of
 
 _CONNECT_S = 5.0
-"""Seconds for a try to connect."""
-_AGAIN_S = 0.2
-"""Seconds between two tries."""
+"""Seconds for one attempt to connect."""
+_RETRY_S = 0.2
+"""Seconds between two attempts."""
 
 
 class Link(CallLink):
-    """A connection to the gateway at a place, opened by `reach`; for one event loop."""
+    """A connection to the gateway at ``address``, opened by `reach`; for one event loop."""
 
     def __init__(
         self,
-        place: Place,
+        address: GatewayAddress,
         connection: FrameConnection,
         serve: Callable[[Message], Awaitable[Message]],
     ) -> None:
         super().__init__(connection, serve)
-        self.place = place
+        self.address = address
 
 
 async def reach(
     run: RunDir, serve: Callable[[Message], Awaitable[Message]], limit_s: float
 ) -> Link:
-    """A connection to the newest gateway of a run; ``serve`` answers what it asks. DeadlineError:
-    there is none within ``limit_s``."""
-    until, why = time.monotonic() + limit_s, "none has said where it is"
-    while time.monotonic() < until:
-        if place := await asyncio.to_thread(newest_place, run):
+    """Connect to the newest gateway of a run. ``serve`` answers the gateway's calls. DeadlineError:
+    there is no gateway within ``limit_s``."""
+    deadline, reason = time.monotonic() + limit_s, "no gateway has published its address"
+    while time.monotonic() < deadline:
+        address = await asyncio.to_thread(newest_address, run)
+        if address:
             try:
-                made = await asyncio.to_thread(
-                    connect, place.endpoint, run.token(), purpose_of(place.incarnation), _CONNECT_S
+                connection = await asyncio.to_thread(
+                    connect,
+                    address.endpoint,
+                    run.token(),
+                    purpose_of(address.incarnation),
+                    _CONNECT_S,
                 )
-                return Link(place, made, serve)
+                return Link(address, connection, serve)
             except OSError as error:
-                why = f"{place.endpoint}: {error}"
-        await asyncio.sleep(_AGAIN_S)
+                reason = f"{address.endpoint}: {error}"
+        await asyncio.sleep(_RETRY_S)
     raise DeadlineError(
-        f"no gateway within {limit_s:.0f} s: {why}; open the log of role gateway in logs/hub"
+        f"no gateway within {limit_s:.0f} s: {reason}; open the log of role gateway in logs/hub"
     )
