@@ -21,7 +21,7 @@ HUB = ("hub", "an answer of the queue")
 NEWS = ("actor", "a newer version")
 TURN = ("actor", "its turn on the devices")
 END = [("actor", "the end of the run", math.inf)]
-"""Cause of a wait that ended without a result, see `OpenSpan.because`."""
+"""Cause of a wait that ended without a result, see `OpenSpan.set_causes`."""
 
 
 @dataclass(slots=True)
