@@ -36,11 +36,11 @@ _SIMILAR = 0.85
 __all__ = [
     "Ask",
     "Task",
-    "environment_of",
+    "environment_name",
     "eval_reward",
     "get_task",
     "misfits",
-    "tools_of",
+    "tool_signatures",
     "train_reward",
 ]
 
@@ -111,18 +111,18 @@ def eval_reward(config: Config) -> str:
     return config.eval.reward or train_reward(config)
 
 
-def tools_of(config: Config) -> Sequence[Mapping[str, Any]]:
+def tool_signatures(config: Config) -> Sequence[Mapping[str, Any]]:
     """Signatures of the environment's tools, for a chat template; empty without one.
 
     ConfigError: the environment cannot be created.
     """
-    kind = environment_of(config)
+    kind = environment_name(config)
     if not kind or not config.data.chat_template:
         return ()
     return tried(kind, config.environment.options).signatures
 
 
-def environment_of(config: Config) -> str:
+def environment_name(config: Config) -> str:
     """Name of the environment of episodes, see `relax_hpc.environments`; empty without one."""
     return config.environment.kind or get_task(config.data.task).environment
 
@@ -134,3 +134,8 @@ def _task_reward(task: str) -> str:
         if built_in is reward:
             return name
     return f"{task}.reward"
+
+
+# Names in release 0.1.
+environment_of = environment_name
+tools_of = tool_signatures

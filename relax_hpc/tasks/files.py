@@ -19,7 +19,7 @@ from relax_hpc.data.prompt_file import PromptFile, PromptSets, check_same, open_
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.row_files import RowFiles
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.tasks import Task, get_task, tools_of
+from relax_hpc.tasks import Task, get_task, tool_signatures
 
 PAUSES_S = (1.0, 5.0, 20.0)
 """Seconds before each retry, if the network or filesystem of rows did not answer."""
@@ -93,7 +93,7 @@ def _open_set(
 
 
 def _rules(config: Config, tokenizer: Tokenizer, files: RowFiles, set_name: str) -> PromptRules:
-    return rules_of(config, tokenizer, files.folder, tools_of(config), set_name)
+    return rules_of(config, tokenizer, files.folder, tool_signatures(config), set_name)
 
 
 def _train_index(run: RunDir, name: str) -> Path:

@@ -115,7 +115,7 @@ def test_a_row_may_have_tools_which_the_template_shows(model: Path, tmp_path: Pa
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": 1, "prompt": MESSAGES, "answer": ""}))
     options = {"environment.kind": "tools", "environment.options": {"tools": {"calculator": None}}}
     config = load([], options | {"data.chat_template": "model"})
-    rules = rules_of(config, load_tokenizer(model), tools=tasks.tools_of(config))
+    rules = rules_of(config, load_tokenizer(model), tools=tasks.tool_signatures(config))
     [prompt], _ = load_prompts(tmp_path / "p.jsonl", load_tokenizer(model), rules, 0.0)
     assert prompt.text == expected
 

@@ -23,7 +23,7 @@ from relax_hpc.environments.tool_calls import ToolCall
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
 from relax_hpc.rollout.samples import turn_text
-from relax_hpc.tasks import environment_of, get_task
+from relax_hpc.tasks import environment_name, get_task
 from relax_hpc.training.demonstrations import read_demonstrations
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
@@ -67,7 +67,7 @@ def played(
         tokenizer,
     )
     tokens, shown = list(prompt.token_ids), [medium.source for medium in prompt.media]
-    environment = made_with(environment_class(environment_of(config)), config.environment.options)
+    environment = made_with(environment_class(environment_name(config)), config.environment.options)
     environment.reset(
         Beginning(prompt.text, "", {}, tuple(MediaPart("image", source) for source in shown))
     )

@@ -13,7 +13,7 @@ from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.data.template_files import find_templates
 from relax_hpc.environments import tried
 from relax_hpc.rollout.agents.options import AgentOptions
-from relax_hpc.tasks import environment_of, get_task
+from relax_hpc.tasks import environment_name, get_task
 
 
 def check_environment(config: Config) -> Iterator[str]:
@@ -23,7 +23,7 @@ def check_environment(config: Config) -> Iterator[str]:
     except ConfigError:
         return  # Another check names the mistake in the task.
     yield from _check_agents(config)
-    kind = environment_of(config)
+    kind = environment_name(config)
     if not kind:
         if config.environment != EnvironmentConfig():
             yield (

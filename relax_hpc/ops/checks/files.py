@@ -22,7 +22,7 @@ from relax_hpc.data.row_files import DataSet, RowFiles, data_sets, rows_exist
 from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.ops.checks.model_files import ModelFiles, file_stamp, find_model, missing_packages
-from relax_hpc.tasks import tools_of
+from relax_hpc.tasks import tool_signatures
 from relax_hpc.training.models.hf_mapping import published_forms, stored_forms
 
 READ_S = 5.0
@@ -249,7 +249,7 @@ def read_prompts(rows: DataSet, tokenizer: Tokenizer | None, config: Config) -> 
     ConfigError: a file cannot be read.
     """
     files = rows.files()
-    rules = rules_of(config, tokenizer, files.folder, tools_of(config), rows.name)
+    rules = rules_of(config, tokenizer, files.folder, tool_signatures(config), rows.name)
     return _read(files, tuple(map(file_stamp, files.paths)), tokenizer, rules, READ_S)
 
 

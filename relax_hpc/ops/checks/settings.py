@@ -35,7 +35,7 @@ from relax_hpc.ops.checks.groups import (
 )
 from relax_hpc.ops.checks.sampling import check_sampling
 from relax_hpc.rollout.engines.kinds import findings_of
-from relax_hpc.tasks import environment_of, get_task, misfits
+from relax_hpc.tasks import environment_name, get_task, misfits
 from relax_hpc.training.models import megatron_settings
 
 Findings = Iterator[str]
@@ -269,7 +269,8 @@ def _algorithm(config: Config) -> Findings:
 def _overlong(config: Config) -> Findings:
     """Check that an episode can be as long as the maximum overlong penalty needs."""
     try:
-        has_many_rows = bool(environment_of(config)) or get_task(config.data.task).makes("episode")
+        plays_episodes = get_task(config.data.task).makes("episode")
+        has_many_rows = plays_episodes or bool(environment_name(config))
     except ConfigError:
         return  # `_data` names the mistake in the task.
     limits = {"rollout.max_new_tokens": config.rollout.max_new_tokens}

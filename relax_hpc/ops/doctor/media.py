@@ -18,7 +18,7 @@ from relax_hpc.data.rows import BadLine
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.ops.checks.model_files import find_model
 from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
-from relax_hpc.tasks import tools_of
+from relax_hpc.tasks import tool_signatures
 
 MAX_ROWS = 500
 """Rows of a data set whose media are decoded, evenly spread over the set."""
@@ -46,7 +46,7 @@ def check_media(config: Config) -> Iterator[Finding]:
         # `check_files` reports a set that cannot be read.
         with suppress(ConfigError):
             files = rows.files()
-            rules = rules_of(config, tokenizer, files.folder, tools_of(config), rows.name)
+            rules = rules_of(config, tokenizer, files.folder, tool_signatures(config), rows.name)
             if rules.media:
                 trial = _try_rows(files, tokenizer, rules, rules.media)
                 yield _finding(rows.setting, trial, config.data.max_bad_share)

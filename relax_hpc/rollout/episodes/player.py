@@ -23,7 +23,7 @@ from relax_hpc.rollout.episodes.play import EpisodeTimer, run_with_timer
 from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
 from relax_hpc.rollout.episodes.turns import EnvironmentSession, EpisodeTurns, Start, TurnRules
 from relax_hpc.rollout.media import PromptMedia
-from relax_hpc.tasks import environment_of, train_reward
+from relax_hpc.tasks import environment_name, train_reward
 
 
 class ClosableSession(EnvironmentSession, Protocol):
@@ -175,7 +175,7 @@ def make_backend(
     called with the kind and the reason of incidents that do not end an episode: a refused request
     of an agent program, an observation that was cut. ConfigError: the chat template does not
     exist."""
-    kind = environment_of(config)
+    kind = environment_name(config)
     if not kind:
         return None
     if kind == AGENT:

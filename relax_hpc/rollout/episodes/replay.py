@@ -20,7 +20,7 @@ from relax_hpc.rollout.episodes.player import EpisodeBackend, make_backend
 from relax_hpc.rollout.episodes.recorded_episode import ReplayMismatch
 from relax_hpc.rollout.episodes.turns import Start
 from relax_hpc.rollout.media import PromptMedia
-from relax_hpc.tasks import environment_of
+from relax_hpc.tasks import environment_name
 
 _SHOWN_CHARS = 40
 """Characters before a difference that its message shows."""
@@ -63,7 +63,7 @@ async def _open_backend(
 ) -> AsyncIterator[EpisodeBackend]:
     """Backend of a run's episodes. Agent programs get the endpoint of another ``run``."""
     async with contextlib.AsyncExitStack() as opened:
-        if environment_of(config) == AGENT:
+        if environment_name(config) == AGENT:
             run.create()
             run.rendezvous("hub").mkdir(parents=True)
             await opened.enter_async_context(gateway(run))

@@ -24,7 +24,7 @@ from relax_hpc.rollout.engines.sglang.flags import (
     routes_misfit,
 )
 from relax_hpc.rollout.engines.sglang.process import START_FLOOR_S, Launch, ServerProcess
-from relax_hpc.tasks import environment_of
+from relax_hpc.tasks import environment_name
 from relax_hpc.training.models.families import route_shape_of_model
 
 _EXIT_GRACE_S = 1.0
@@ -215,7 +215,7 @@ def reuses_cache(config: Config) -> bool:
     keys and values of another version must not be used.
     """
     # In pause mode retract, SGLang 0.5.21 would read keys and values of older weights again.
-    return bool(environment_of(config)) and config.rollout.partial_rollout != "recompute"
+    return bool(environment_name(config)) and config.rollout.partial_rollout != "recompute"
 
 
 def judge_arguments(config: Config, replica: int, host: str, local_number: int) -> dict[str, Any]:
