@@ -126,7 +126,7 @@ def _scale_arguments(parser: ArgumentParser) -> None:
 
 
 def _scale(arguments: dict[str, Any]) -> int:
-    from relax_hpc.commands import engine_removal, scale
+    from relax_hpc.commands import scale
 
     group = arguments.get("group", "rollout")
     if "without" in arguments:
@@ -136,7 +136,7 @@ def _scale(arguments: dict[str, Any]) -> int:
                 f"--without: found with --{conflicts[0].replace('_', '-')}, which is an option for "
                 "jobs; leave out one"
             )
-        return engine_removal.main(arguments["run"], group, arguments["without"])
+        return scale.remove_engines(arguments["run"], group, arguments["without"])
     replicas = _required(arguments, "replicas", "the number of jobs")
     names = {"time": "time", "time_min": "time-min"}
     options = [

@@ -12,7 +12,7 @@ from relax_hpc.commands.command import Command, CommandGroup
 def _handle(verb: str, arguments: dict[str, Any]) -> int:
     from relax_hpc.cluster.sandbox.command import main
 
-    return main(verb, arguments.pop("words", ()), **arguments)
+    return main(verb, arguments.pop("positional", ()), **arguments)
 
 
 SANDBOX = CommandGroup(

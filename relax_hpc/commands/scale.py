@@ -1,7 +1,10 @@
-"""`relax-hpc scale`: change the number of jobs of a rollout group while the run continues.
+"""`relax-hpc scale`: change the number of jobs or engines of a rollout group in a running run.
 
 Members after the first one are separate groups, `rollout-2`, `rollout-3`, ... Each has an ordinary
 small job, which Slurm can start in any gap of its schedule.
+
+With --without, the processes of the group apply the change without a restart. Other engines take
+over the work of a removed engine.
 """
 
 from __future__ import annotations
@@ -18,14 +21,16 @@ from relax_hpc.cluster.slurm.jobs import submit_group
 from relax_hpc.cluster.slurm.submissions import Ledger
 from relax_hpc.cluster.supervise.launch_records import all_ended, members_of
 from relax_hpc.commands.resubmit import (
+    ResubmitRequest,
+    apply_change,
     await_job_end,
     cancel_if_pending,
     print_job,
     print_progress,
     request_and_wait,
 )
-from relax_hpc.config import Config
-from relax_hpc.config.groups import group_settings
+from relax_hpc.config import Config, load_resolved
+from relax_hpc.config.groups import base_name, group_settings
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 
@@ -52,6 +57,30 @@ def main(
         _scale_processes(run, config, group, replicas)
     else:
         _scale_jobs(run, config, group, replicas, options, parsable)
+    return EXIT_DONE
+
+
+def remove_engines(root: str, group: str, numbers: str) -> int:
+    """Make all engines of ``group`` serve except those in ``numbers``, such as `3,5`; empty: all of
+    them."""
+    run = RunDir(Path(root))
+    config = load_unfinished_run(run)
+    if "rollout" not in group_settings(config, group).roles:
+        raise ConfigError(
+            f"--group: found {group!r}, whose roles have no engines, allowed: a group with rollout"
+        )
+    base = base_name(group, config.groups)
+    before = load_resolved(run.root, base).rollout.without
+    in_other_groups = [name for name in before if name.rpartition("/")[0] != group]
+    removed = [f"{group}/{number}" for number in _parse_numbers(numbers)]
+    without = [*in_other_groups, *removed]
+    if without == before:
+        print_progress(f"{group}: its engines are already as requested")
+        return EXIT_DONE
+    apply_change(run, config, ResubmitRequest(base, overrides={"rollout.without": without}))
+    print_progress(
+        f"{group}: without {', '.join(removed) or 'none'}; status shows which engines have left"
+    )
     return EXIT_DONE
 
 
@@ -133,3 +162,12 @@ def _members(names: Iterable[str], group: str) -> set[str]:
 
 def _number(name: str) -> int:
     return int(name.rpartition("-")[2])
+
+
+def _parse_numbers(text: str) -> list[int]:
+    try:
+        return sorted({int(number) for number in text.replace(",", " ").split()})
+    except ValueError as error:
+        raise ConfigError(
+            f"--without: found {text!r}, allowed: numbers of engines, such as 3,5, or '' for none"
+        ) from error

@@ -259,11 +259,11 @@ def test_plain_user() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["up", "DIR/" + "x" * 80], "allowed 64: the kernel takes no unix socket"),
+        (["up", "DIR/" + "x" * 80], "allowed 64: the kernel allows no Unix socket"),
         (["up", "DIR/a b"], "/a b', allowed letters"),
         (
             ["up", "DIR/x", "--nodes", "0"],
-            "nodes: found 0, allowed 1 to 60, or 0 beside declared ones",
+            "nodes: found 0, allowed 1 to 60, or 0 with declared nodes",
         ),
         (
             ["up", "DIR/x", "--declared", "big[1-2]; x"],
@@ -291,7 +291,9 @@ def test_wrong_use_teaches_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "missing", list)
-    monkeypatch.setattr(machine, "_taken", lambda chosen: chosen.port if chosen.port == 1 else None)
+    monkeypatch.setattr(
+        machine, "_first_used_port", lambda chosen: chosen.port if chosen.port == 1 else None
+    )
     assert (
         main(["sandbox", *(word.replace("DIR", str(short_folder)) for word in words)])
         == EXIT_CONFIG

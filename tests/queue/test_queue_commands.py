@@ -158,7 +158,7 @@ def test_a_live_run_says_so(tmp_path, capsys):
         )
         assert call("audit", run.root) == EXIT_DONE
         text = capsys.readouterr().out
-        assert "live, 0 of 4 steps trained" in text and "as it was a moment ago" in text
+        assert "live, 0 of 4 steps trained" in text and "numbers of a moment ago" in text
         found = audited(run, capsys)
     assert (
         found["waiting_for"] == {"actor": 4, "actor_fwd": 4, "advantages": 4}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.base.versions import Version
-from relax_hpc.commands import engine_removal, stop
+from relax_hpc.commands import scale, stop
 from relax_hpc.config import load_resolved
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.controller.server import Controller
@@ -148,9 +148,9 @@ def test_engines_that_leave_and_come_back_take_no_tickets_along(tmp_path: Path) 
             live.run, load_resolved(live.run.root), "observer", OBSERVER_INCARNATION
         ) as hub:
             for _ in range(effort(3, 50)):
-                engine_removal.main(str(live.run.root), "rollout", "1")
+                scale.remove_engines(str(live.run.root), "rollout", "1")
                 live.wait_until(lambda: not serves(hub), "engine 1 has left", 30)
-                engine_removal.main(str(live.run.root), "rollout", "")
+                scale.remove_engines(str(live.run.root), "rollout", "")
                 live.wait_until(lambda: serves(hub), "engine 1 is back", 30)
                 goal = state(hub)["trained_steps"] + 3
                 live.wait_until(

@@ -1,5 +1,5 @@
-"""A private, real Slurm of several nodes on one machine: to try the toolkit on, and for its
-tests."""
+"""A private Slurm cluster with several nodes on one machine, for first runs and for tests. It runs
+Slurm's real daemons."""
 
 from relax_hpc.cluster.sandbox.cluster import Sandbox, down, up
 from relax_hpc.cluster.sandbox.options import Options

@@ -1,5 +1,5 @@
-"""The sandbox itself: Slurm's real daemons, one slurmd a node, all on 127.0.0.1 and all below one
-folder."""
+"""The sandbox: Slurm's real daemons, with one slurmd for each node, on 127.0.0.1 and with all files
+in one folder."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from relax_hpc.cluster.sandbox.options import Options
 from relax_hpc.net.rendezvous.process import clean_environment
 
 _START_S, _STOP_S, _COMMAND_S = 60.0, 10.0, 30.0
-"""Deadlines of a start, of a daemon's orderly end, and of one Slurm command."""
+"""Deadlines in seconds: for a start, for the end of a daemon after SIGTERM, and for one Slurm
+command."""
 
 
 def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
-    """Start what does not run of the sandbox in `folder`, and return when all its nodes but
-    declared ones serve.
+    """Start all daemons of the sandbox in `folder` that do not run, and wait until all nodes except
+    declared ones accept jobs.
 
-    Without `wanted` it is as it was last time, or as Options' defaults. ConfigError: this machine
-    cannot have one (programs, host name, folder, ports), or it runs already with other options.
-    DeadlineError: a daemon does not come.
+    Without `wanted` it has its previous options, or the defaults. ConfigError if this machine
+    cannot run a sandbox (programs, host name, folder, ports), or if it runs already with other
+    options. DeadlineError if a daemon does not answer.
     """
     folder = Path(folder).expanduser().resolve()
     machine.check(folder)
@@ -34,7 +35,7 @@ def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
     if not running:
         machine.check_binding(wanted)
         wanted = machine.with_port(folder, wanted, saved)
-        # What is refused leaves no folder behind; somebody else may have made it by now.
+        # The folder is created after all checks. Another user may have created it meanwhile.
         folder.mkdir(parents=True, exist_ok=True)
         machine.check_owner(folder)
         config_files.write(folder, wanted)
@@ -51,14 +52,14 @@ def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
 
 
 def down(folder: Path | str) -> None:
-    """End the sandbox in `folder` with all its jobs; its files stay. Nothing happens where none
-    runs."""
+    """End the sandbox in `folder` and all its jobs. Its files stay. No error if it does not run."""
     folder = Path(folder).expanduser().resolve()
     Sandbox(folder, options.load(folder / "options.json") or Options()).stop()
 
 
 def load(folder: Path | str) -> Sandbox:
-    """The sandbox that was started in `folder`, running or not. ConfigError: there is none."""
+    """The sandbox that was started in `folder`, even if it does not run now. ConfigError if there
+    was none."""
     folder = Path(folder).expanduser().resolve()
     saved = options.load(folder / "options.json")
     if saved is None:
@@ -68,7 +69,7 @@ def load(folder: Path | str) -> Sandbox:
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """A sandbox that `up` has started or `load` has found."""
+    """A sandbox that `up` has started or `load` has read."""
 
     folder: Path
     options: Options
@@ -88,15 +89,17 @@ class Sandbox:
         return self.options.node_names
 
     def environment(self) -> dict[str, str]:
-        """Environment of this process, with this Slurm in place of any other."""
+        """Environment of this process, in which Slurm's commands use this sandbox."""
+        # Without SLURM_CONF, clients of Slurm 22.05 search DNS for a controller and fail with
+        # "Could not establish a configuration source".
         return clean_environment() | {"SLURM_CONF": str(self.conf)}
 
-    def client(self, *words: str, check: bool = True) -> str:
-        """Standard output of a Slurm command. RelaxError with its own words if it fails, unless
-        `check` is off."""
+    def client(self, *arguments: str, check: bool = True) -> str:
+        """Standard output of a Slurm command. If it fails and `check` is set, raise RelaxError with
+        its message."""
         try:
             done = subprocess.run(
-                words,
+                arguments,
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -105,51 +108,56 @@ class Sandbox:
             )
         except subprocess.TimeoutExpired:
             raise DeadlineError(
-                f"sandbox: {' '.join(words)}: no answer in {_COMMAND_S:g} s{self._see()}"
+                f"sandbox: {' '.join(arguments)}: no answer in {_COMMAND_S:g} s{self._see_log()}"
             ) from None
         if check and done.returncode:
             raise RelaxError(
-                f"sandbox: {' '.join(words)}: "
+                f"sandbox: {' '.join(arguments)}: "
                 f"{done.stderr.strip() or f'exit code {done.returncode}'}"
             )
         return done.stdout
 
     def daemons(self) -> dict[str, int]:
-        """Pid of each daemon that a whole sandbox has; 0: it does not run."""
-        found = processes.daemons(self.folder)
+        """Pid of each daemon of a complete sandbox; 0: it does not run."""
+        running = processes.daemons(self.folder)
         names = ("munged", "slurmctld", *(f"slurmd-{node}" for node in self.nodes))
-        return {name: found[name][0].pid if name in found else 0 for name in names}
+        return {name: running[name][0].pid if name in running else 0 for name in names}
 
     def node_states(self) -> dict[str, str]:
-        """State of each node in slurmctld's words, such as `idle` or `down*`; empty when slurmctld
+        """State of each node as slurmctld reports it, such as `idle` or `down*`. Empty if slurmctld
         does not answer."""
         if not self.daemons()["slurmctld"]:
-            return {}  # sinfo would try for ten seconds
+            # sinfo would try to connect for ten seconds.
+            return {}
         lines = self.client(
             "sinfo", "--noheader", "--Node", "--format=%N %T", check=False
         ).splitlines()
         return dict(line.split()[:2] for line in lines)
 
     def is_up(self) -> bool:
-        """Whether all daemons run and all nodes serve."""
-        return all(self.daemons().values()) and all(map(_serves, self._states_of(self.nodes)))
+        """Whether all daemons run and all nodes accept jobs."""
+        return all(self.daemons().values()) and all(map(_accepts_jobs, self._states_of(self.nodes)))
 
     def start(self) -> None:
-        """Start every daemon that does not run, and wait for the nodes."""
+        """Start every daemon that does not run, and wait until all nodes accept jobs."""
         self._start_munge()
         self.start_controller()
         self._start_nodes(self.nodes)
 
     def stop(self) -> None:
-        """Cancel the jobs and end the daemons; what does not end when asked is killed."""
-        if "slurmctld" in (found := processes.daemons(self.folder)) and "munged" in found:
+        """Cancel all jobs and end all daemons. Daemons that do not end are killed."""
+        running = processes.daemons(self.folder)
+        if "slurmctld" in running and "munged" in running:
             self._cancel_all()
-        # The controller first, while its nodes can still answer; munged, which all of them need,
-        # last.
+        # The controller ends first, while its nodes can still answer. munged ends last, because all
+        # daemons need it to authenticate.
         self.stop_controller()
-        found = processes.daemons(self.folder)
-        munge = found.pop("munged", [])
-        processes.terminate([process for group in found.values() for process in group], _STOP_S)
+        running = processes.daemons(self.folder)
+        munge = running.pop("munged", [])
+        slurmds: list[Any] = []
+        for daemon_processes in running.values():
+            slurmds += daemon_processes
+        processes.terminate(slurmds, _STOP_S)
         self._kill_steps()
         processes.terminate(munge, _STOP_S)
         for path in self.folder.glob("spool/node*/*"):
@@ -157,60 +165,62 @@ class Sandbox:
                 path.unlink(missing_ok=True)
 
     def kill_node(self, node: str, down: bool = False) -> list[int]:
-        """Power loss of `node`: SIGKILL to its slurmd and to all that runs on it. Returns the
+        """Simulate a power loss of `node`: kill its slurmd and all of its processes. Returns the
         killed pids.
 
-        `down` tells slurmctld at once; else it finds out by itself, after slurmd_timeout.
+        `down` reports the loss to slurmctld immediately. Otherwise slurmctld notices it after
+        slurmd_timeout.
         """
         self._check_node(node)
-        found: dict[int, Any] = {}
+        frozen: dict[int, Any] = {}
 
-        def all_stand_still() -> bool:
-            new = [process for process in self._processes_of(node) if process.pid not in found]
+        def freeze_new_processes() -> bool:
+            new = [process for process in self._processes_of(node) if process.pid not in frozen]
             processes.freeze(new)
-            found.update({process.pid: process for process in new})
+            frozen.update({process.pid: process for process in new})
             return not new
 
-        # First all stop, then all die: no process shall see another's death, as it would not when
-        # power is lost.
+        # All processes are stopped before the first one is killed, because in a real power loss no
+        # process can react to the death of another one.
         processes.until(
-            all_stand_still,
+            freeze_new_processes,
             _STOP_S,
-            f"{node}: new processes keep coming{self._see(f'slurmd-{node}')}",
+            f"{node}: new processes start all the time{self._see_log(f'slurmd-{node}')}",
         )
         try:
             if down:
-                # Before anybody sees the deaths, and asks for other nodes.
+                # Before the deaths become visible and a job requests other nodes.
                 self._set_down(node)
         finally:
-            processes.kill(found.values())
-        processes.until_gone(list(found.values()), _STOP_S)
-        return sorted(found)
+            processes.kill(frozen.values())
+        processes.until_gone(list(frozen.values()), _STOP_S)
+        return sorted(frozen)
 
     def _set_down(self, node: str) -> None:
         self.client("scontrol", "update", f"nodename={node}", "state=down", "reason=power loss")
 
     def start_node(self, node: str, rebooted: bool = False) -> None:
-        """Power `node` on, and wait until it serves.
+        """Power `node` on, and wait until it accepts jobs.
 
-        `rebooted` tells slurmctld that what ran there before has ended, as a real node's boot does:
-        else a job that was being ended there may stay COMPLETING.
+        `rebooted` reports to slurmctld that earlier processes of the node have ended, as the boot
+        of a real node does.
         """
         self._check_node(node)
         if rebooted:
+            # Without this, a job that was ending on the node may stay COMPLETING (Slurm 22.05).
             self._set_down(node)
         self._start_nodes((node,))
 
     def stop_controller(self, kill: bool = False) -> None:
-        """End slurmctld in order, or `kill` it: what it learned in its last 5 s may then be lost.
-        Jobs go on."""
-        found = processes.families(processes.daemons(self.folder).get("slurmctld", []))
+        """End slurmctld, or `kill` it. Jobs continue. A killed slurmctld may lose changes of its
+        last 5 s, because it saves its state at that interval."""
+        controller = processes.families(processes.daemons(self.folder).get("slurmctld", []))
         if kill:
-            processes.kill(found)
-        processes.terminate(found, _STOP_S)
+            processes.kill(controller)
+        processes.terminate(controller, _STOP_S)
 
     def start_controller(self) -> None:
-        """Start slurmctld with the state it left, and wait until it answers."""
+        """Start slurmctld with its saved state, and wait until it answers."""
         if "slurmctld" not in processes.daemons(self.folder):
             self._daemon("slurmctld", "slurmctld", "-f", str(self.conf))
         self._wait(
@@ -220,26 +230,22 @@ class Sandbox:
         )
 
     def restart(self) -> None:
-        """Kill slurmctld and every slurmd, and start them again: the steps of running jobs are not
-        touched.
+        """Kill slurmctld and every slurmd, and start them again. Steps of running jobs continue.
 
-        A job that was submitted or changed in the last 5 s may be forgotten, as on any Slurm.
+        As on any Slurm cluster, jobs that were submitted or changed in the last 5 s may be lost.
         """
-        found = processes.daemons(self.folder)
-        slurmds = [
-            process
-            for name, group in found.items()
-            if name.startswith("slurmd-")
-            for process in group
-        ]
+        slurmds: list[Any] = []
+        for name, daemon_processes in processes.daemons(self.folder).items():
+            if name.startswith("slurmd-"):
+                slurmds += daemon_processes
         self.stop_controller(kill=True)
         processes.kill(slurmds)
         processes.until_gone(slurmds, _STOP_S)
         self.start()
 
     def has_pmix(self) -> bool:
-        """Whether srun can start the system's Open MPI through PMIx; on Debian that takes the
-        package libpmix-dev."""
+        """Whether srun can start the system's Open MPI with PMIx. Debian 12 needs the package
+        libpmix-dev for that."""
         if not self.nodes:
             return False
         command = (
@@ -261,14 +267,15 @@ class Sandbox:
     def _cancel_all(self) -> None:
         jobs = self.client("squeue", "--noheader", "--format=%A", check=False).split()
         if jobs:
-            # Components of a job that went with its leader are no error.
+            # A component that ended with its leader is no error.
             self.client("scancel", "--quiet", *jobs, check=False)
         processes.until_gone(processes.steps(self.folder), self.options.kill_wait + 2.0)
 
     def _kill_steps(self) -> None:
-        left = processes.families((*processes.steps(self.folder), *processes.tasks(self.folder)))
-        processes.kill(left)
-        processes.until_gone(left, _STOP_S)
+        steps, tasks = processes.steps(self.folder), processes.tasks(self.folder)
+        remaining = processes.families((*steps, *tasks))
+        processes.kill(remaining)
+        processes.until_gone(remaining, _STOP_S)
 
     def _start_munge(self) -> None:
         run = self.folder / "run"
@@ -276,8 +283,8 @@ class Sandbox:
             return
         for stale in run.glob("munge.sock*"):
             stale.unlink()
-        # --force: munged wants every folder above its socket open to all users, and homes seldom
-        # are.
+        # Without --force, munged 0.5.15 requires that all users can enter every folder above its
+        # socket, which home directories seldom allow.
         self._daemon(
             "munged", "munged", "--force",
             f"--key-file={self.folder}/etc/munge.key", f"--socket={run}/munge.sock",
@@ -293,33 +300,34 @@ class Sandbox:
             if f"slurmd-{node}" not in running:
                 self._daemon(f"slurmd-{node}", "slurmd", "-N", node, "-f", str(self.conf))
         self._wait(
-            lambda: all(map(_serves, self._states_of(names))),
+            lambda: all(map(_accepts_jobs, self._states_of(names))),
             f"slurmd-{names[0]}",
-            "does not serve",
+            "does not accept jobs",
         )
 
     def _states_of(self, names: tuple[str, ...]) -> list[str]:
         states = self.node_states()
         return [states.get(name, "") for name in names]
 
-    def _daemon(self, name: str, program: str, *words: str) -> None:
-        """Start a program that puts itself into the background, with nothing of ours open."""
+    def _daemon(self, name: str, program: str, *arguments: str) -> None:
+        """Start a program that puts itself into the background. It inherits no open files."""
         log = self.folder / f"log/{name}.out"
         with log.open("ab") as out:
-            command, variables = [machine.find(program) or program, *words], self.environment()
+            command, variables = [machine.find(program) or program, *arguments], self.environment()
             done = subprocess.run(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd="/",
                 start_new_session=True, timeout=_START_S,
             )  # fmt: skip
         if done.returncode:
             raise RelaxError(
-                f"sandbox: {name}: did not start, its last words: {_tail(log)}{self._see(name)}"
+                f"sandbox: {name}: did not start, its last output: {_tail(log)}"
+                f"{self._see_log(name)}"
             )
 
-    def _wait(self, done: Callable[[], bool], name: str, what: str) -> None:
-        processes.until(done, _START_S, f"{name} {what}{self._see(name)}")
+    def _wait(self, done: Callable[[], bool], name: str, failure: str) -> None:
+        processes.until(done, _START_S, f"{name} {failure}{self._see_log(name)}")
 
-    def _see(self, name: str = "slurmctld") -> str:
+    def _see_log(self, name: str = "slurmctld") -> str:
         return f", see {self.folder}/log/{name}.log"
 
     def _check_node(self, node: str) -> None:
@@ -332,8 +340,8 @@ class Sandbox:
             raise ConfigError(f"sandbox: node: found {node!r}, allowed {allowed}")
 
 
-def _serves(state: str) -> bool:
-    """Whether a node in this state runs jobs, or could when its present ones are done."""
+def _accepts_jobs(state: str) -> bool:
+    """Whether a node in this state runs jobs, or can run one after its present jobs end."""
     return state in (
         "idle",
         "mixed",

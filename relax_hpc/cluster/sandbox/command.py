@@ -1,4 +1,4 @@
-"""`relax-hpc sandbox VERB`: the sandbox on the command line."""
+"""`relax-hpc sandbox VERB`: commands for the sandbox."""
 
 from __future__ import annotations
 
@@ -16,102 +16,105 @@ from relax_hpc.cluster.sandbox.cluster import Sandbox
 from relax_hpc.cluster.sandbox.options import Options
 
 VERBS = {
-    "up": "start it, or what does not run of it",
-    "down": "cancel its jobs and stop it; the files stay",
-    "status": "show daemons and nodes; exit code 0 only if all is up",
-    "kill-node": "power loss of NODE: kill -9 of all that runs on it",
+    "up": "start the sandbox, or those of its daemons that do not run",
+    "down": "cancel all jobs and stop the sandbox; its files stay",
+    "status": "show daemons and nodes; the exit code is 0 only if all of them run",
+    "kill-node": "simulate a power loss of NODE: kill all of its processes by SIGKILL",
     "start-node": "power NODE on again",
-    "restart": "kill slurmctld and every slurmd and start them again; running jobs go on",
+    "restart": "kill slurmctld and every slurmd, and start them again; running jobs continue",
 }
 _HELP = {
-    "nodes": "nodes",
-    "cpus": "CPUs a node claims to have",
-    "sockets": "sockets that these are in",
-    "memory": "MB a node claims to have",
-    "gpus": "GPUs a node claims to have; they are /dev/null",
-    "slurmd_timeout": "seconds of silence after which a node is down",
-    "kill_wait": "seconds between SIGTERM and SIGKILL of a job",
-    "cred_expire": "seconds a job's credential lives; a requeue takes 2 more",
-    "port": "first of 64 ports; 0: free ones",
+    "nodes": "Number of nodes",
+    "cpus": "CPUs that Slurm assumes on each node",
+    "sockets": "Sockets that contain these CPUs",
+    "memory": "Memory in MB that Slurm assumes on each node",
+    "gpus": "GPUs that Slurm assumes on each node; each one is a link to /dev/null",
+    "slurmd_timeout": "Seconds without an answer after which a node is down",
+    "kill_wait": "Seconds between SIGTERM and SIGKILL of a job",
+    "cred_expire": "Seconds until a job's credential expires; a requeued job starts 2 s later",
+    "port": "First of 64 ports; 0 selects free ports",
 }
 
 
 def default_folder() -> Path:
-    """Folder of the sandbox when no DIR is given: one a user."""
+    """Default folder of a user's sandbox."""
     return Path(tempfile.gettempdir()) / f"relax-sandbox-{getpass.getuser()}"
 
 
 def usage(verb: str) -> str:
-    """Usage of ``verb``: what may follow it on a command line.
+    """Usage of ``verb``: the arguments after it.
 
     >>> usage("kill-node")
     'NODE [DIR] [--down]'
     """
-    node, more = (
-        ("NODE " if verb.endswith("-node") else ""),
-        {"up": " [OPTION]...", "kill-node": " [--down]"},
-    )
-    return f"{node}[DIR]{more.get(verb, '')}"
+    node = "NODE " if verb.endswith("-node") else ""
+    options_of_verb = {"up": " [OPTION]...", "kill-node": " [--down]"}
+    return f"{node}[DIR]{options_of_verb.get(verb, '')}"
 
 
 def add_arguments(verb: str, parser: argparse.ArgumentParser) -> None:
-    """Add what `main` takes with ``verb``; options that are not given stay None, or are absent."""
-    places = "[NODE] [DIR]" if verb.endswith("-node") else "DIR"
+    """Add the arguments of ``verb``. Options that the user leaves out are None or absent."""
+    metavar = "[NODE] [DIR]" if verb.endswith("-node") else "DIR"
     parser.add_argument(
-        "words", nargs="*", metavar=places, help=f"DIR: the folder (default {default_folder()})"
+        "positional",
+        nargs="*",
+        metavar=metavar,
+        help=f"DIR: folder of the sandbox. Default: {default_folder()}.",
     )
     if verb == "kill-node":
         parser.add_argument(
-            "--down", action="store_true", help="tell slurmctld at once that NODE is down"
+            "--down", action="store_true", help="Report the loss of NODE to slurmctld immediately."
         )
     if verb != "up":
         return
     for name, text in _HELP.items():
-        metavar = "MB" if name == "memory" else "N"
+        unit = "MB" if name == "memory" else "N"
         default = getattr(Options(), name)
         parser.add_argument(
-            f"--{name}", type=int, metavar=metavar, help=f"{text}; {default} unless it had another"
+            f"--{name}",
+            type=int,
+            metavar=unit,
+            help=f"{text}. Default: the previous value, at first {default}.",
         )
     parser.add_argument(
-        "--bind", action="store_const", const=True, help="bind processes to their CPUs"
+        "--bind", action="store_const", const=True, help="Bind processes to their CPUs."
     )
     parser.add_argument(
         "--declared",
         action="append",
         metavar="LINE",
-        help='nodes that run nothing: "big[1-9] CPUs=64 Gres=gpu:8"',
+        help='Nodes that Slurm knows but that run no jobs, such as "big[1-9] CPUs=64 Gres=gpu:8".',
     )
     parser.add_argument(
-        "--extra", action="append", metavar="LINE", help="one more line of slurm.conf"
+        "--extra", action="append", metavar="LINE", help="Further line of slurm.conf."
     )
 
 
-def main(verb: str, words: Sequence[str] = (), *, down: bool = False, **given: Any) -> int:
-    """Do `verb` of VERBS on [NODE] [DIR] in `words`; `given` are Options by name, None where not
-    given.
+def main(verb: str, positional: Sequence[str] = (), *, down: bool = False, **values: Any) -> int:
+    """Run `verb` of VERBS with [NODE] [DIR] in `positional`. `values` are Options by name, or None.
 
-    Returns the exit code. RelaxError and its kinds: see the functions of `cluster`.
+    Returns the exit code. The functions of `cluster` raise RelaxError and its subclasses.
     """
-    changes = {name: value for name, value in given.items() if value is not None}
-    node, folder = _places(verb, words)
+    changes = {name: value for name, value in values.items() if value is not None}
+    node, folder = _parse_positional(verb, positional)
     if verb == "up":
         return _up(folder, changes)
     if verb == "down":
         cluster.down(folder)
         return EXIT_DONE
-    return _on(verb, cluster.load(folder), node, down)
+    return _run_verb(verb, cluster.load(folder), node, down)
 
 
-def _places(verb: str, words: Sequence[str]) -> tuple[str, Path]:
-    """NODE, empty for verbs without one, and DIR."""
-    places = list(words)
+def _parse_positional(verb: str, positional: Sequence[str]) -> tuple[str, Path]:
+    """NODE, which is empty for verbs without a node, and DIR."""
+    remaining = list(positional)
     takes_node = verb.endswith("-node")
-    if takes_node and not places:
+    if takes_node and not remaining:
         raise ConfigError(f"sandbox: {verb}: found no NODE, give one, as in `{verb} node1`")
-    node = places.pop(0) if takes_node else ""
-    if len(places) > 1:
-        raise ConfigError(f"sandbox: {verb}: found {' '.join(places)}, allowed one DIR")
-    return node, Path(places[0]).expanduser().resolve() if places else default_folder()
+    node = remaining.pop(0) if takes_node else ""
+    if len(remaining) > 1:
+        raise ConfigError(f"sandbox: {verb}: found {' '.join(remaining)}, allowed one DIR")
+    return node, Path(remaining[0]).expanduser().resolve() if remaining else default_folder()
 
 
 def _up(folder: Path, changes: dict[str, Any]) -> int:
@@ -124,7 +127,7 @@ def _up(folder: Path, changes: dict[str, Any]) -> int:
     return EXIT_DONE
 
 
-def _on(verb: str, sandbox: Sandbox, node: str, down: bool) -> int:
+def _run_verb(verb: str, sandbox: Sandbox, node: str, down: bool) -> int:
     if verb == "kill-node":
         print("killed:", *sandbox.kill_node(node, down=down))
     elif verb == "start-node":

@@ -1,4 +1,5 @@
-"""The files of a sandbox: what Slurm reads, and what a user sources or gives to relax-hpc."""
+"""The files of a sandbox: Slurm's configuration, the script that a user sources, and the site file
+for relax-hpc."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ _LIBMPI = ("lib/*-linux-gnu/libmpi.so.40", "lib64/openmpi/lib/libmpi.so.40", "li
 
 
 def host() -> str:
-    """Short name of this machine, which all nodes share."""
+    """Short name of this machine, which is the host name of all nodes."""
     return socket.gethostname().split(".")[0]
 
 
 def write(folder: Path, options: Options) -> None:
-    """Write slurm.conf and its neighbours, the nodes' folders, the munge key and env.sh."""
+    """Write Slurm's configuration files, the folders of the nodes, the munge key and env.sh."""
     for name in FOLDERS:
         (folder / name).mkdir(exist_ok=True, mode=0o700 if name == "state" else 0o755)
     for node in options.node_names:
@@ -46,7 +47,8 @@ def _write_key(path: Path) -> None:
 
 
 def _link_null(path: Path) -> None:
-    # slurmd wants a character device and follows links; with a device it sets CUDA_VISIBLE_DEVICES.
+    # slurmd 22.05 accepts only a character device in gres.conf, and follows links. With a device it
+    # sets CUDA_VISIBLE_DEVICES.
     if not path.is_symlink():
         path.symlink_to("/dev/null")
 
@@ -61,41 +63,44 @@ def _gres_conf(folder: Path, options: Options) -> str:
 
 
 def slurm_conf(folder: Path, options: Options) -> str:
-    """The text of slurm.conf; a line of `options.extra` takes the place of the setting of the same
-    name."""
+    """The text of slurm.conf. A line of `options.extra` replaces the setting with the same name."""
     return "".join(f"{line}\n" for line in _replace(_lines(folder, options), options.extra))
 
 
 def _replace(lines: Iterable[str], extra: Iterable[str]) -> list[str]:
-    """`lines` with each of `extra` in the place of the line that sets the same, or at the end."""
+    """`lines`, in which each line of `extra` replaces the line with the same setting. New settings
+    come last."""
     settings: dict[str, str] = {}
     for line in (*lines, *extra):
         name, _, value = line.partition("=")
-        # There may be many nodes and partitions, told apart by their own names.
-        several = name.lower() in ("nodename", "partitionname", "nodeset")
-        settings[f"{name}={value.split()[0]}".lower() if several else name.lower()] = line
+        key = name.lower()
+        # These settings may be repeated, with different values.
+        if key in ("nodename", "partitionname", "nodeset"):
+            key = f"{name}={value.split()[0]}".lower()
+        settings[key] = line
     return list(settings.values())
 
 
 def _lines(folder: Path, options: Options) -> list[str]:
-    me = pwd.getpwuid(os.getuid()).pw_name
+    user = pwd.getpwuid(os.getuid()).pw_name
     return [
         "ClusterName=sandbox",
         f"SlurmctldHost={host()}(127.0.0.1)",
         f"SlurmctldPort={options.port}",
-        # MPICH names its shared memory by job and step, and a killed rank leaves it: sandboxes must
-        # not share numbers.
+        # MPICH 5.0.2 names its shared memory by job and step, and a killed rank does not remove it.
+        # Therefore two sandboxes must not use the same job ids.
         f"FirstJobId={100 * options.port + 1}",
-        f"SlurmUser={me}",
-        f"SlurmdUser={me}",
+        f"SlurmUser={user}",
+        f"SlurmdUser={user}",
         "AuthType=auth/munge",
-        # A requeued job waits until its old credential has expired: 120 s by default.
+        # A requeued job starts about 2 s after its old credential has expired, by default 120 s.
         f"AuthInfo=socket={folder}/run/munge.sock,cred_expire={options.cred_expire}",
         # Listen on 127.0.0.1 only.
         "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny",
         f"StateSaveLocation={folder}/state",
         f"SlurmdSpoolDir={folder}/spool/%n",
-        # One a node: PMIx makes a folder of the same name on every node of a step.
+        # Each node needs its own folder, because Slurm's PMIx plugin creates a folder with the same
+        # name on every node of a step ("pmixp_mkdir: File exists").
         f"TmpFS={folder}/tmp/%n",
         f"SlurmctldPidFile={folder}/run/slurmctld.pid",
         f"SlurmdPidFile={folder}/run/slurmd-%n.pid",
@@ -104,16 +109,16 @@ def _lines(folder: Path, options: Options) -> list[str]:
         "SlurmctldDebug=verbose",
         "SlurmdDebug=verbose",
         "MailProg=/bin/true",
-        # No cgroup is touched.
+        # The sandbox does not use cgroups, so that it needs no root.
         "ProctrackType=proctrack/linuxproc",
         f"TaskPlugin=task/{'affinity' if options.bind else 'none'}",
         "SwitchType=switch/none",
         "MpiDefault=none",
-        # Believe slurm.conf about CPUs and memory, not the machine.
+        # slurmd uses the CPUs and the memory of slurm.conf, not those of the machine.
         "SlurmdParameters=config_overrides",
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_CPU_Memory",
-        # Without it a job would take all memory of its nodes, and no second one would fit.
+        # Without this, a job takes all memory of its nodes, and a second job does not fit.
         "DefMemPerCPU=100",
         "GresTypes=gpu",
         "PropagateResourceLimits=NONE",
@@ -128,8 +133,7 @@ def _lines(folder: Path, options: Options) -> list[str]:
         "MessageTimeout=10",
         "TCPTimeout=2",
         "OverTimeLimit=0",
-        # Heterogeneous jobs are started by the backfill scheduler alone, whose default interval is
-        # 30 s.
+        # Only the backfill scheduler starts heterogeneous jobs. Its default interval is 30 s.
         "SchedulerType=sched/backfill",
         "SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1,bf_resolution=1,"
         "bf_window=120,bf_continue,bf_hetjob_immediate,requeue_setup_env_fail",
@@ -137,7 +141,7 @@ def _lines(folder: Path, options: Options) -> list[str]:
         "AccountingStorageType=accounting_storage/none",
         "JobCompType=jobcomp/filetxt",
         f"JobCompLoc={folder}/log/jobcomp.txt",
-        *([_serving(options)] if options.nodes else []),
+        *([_node_line(options)] if options.nodes else []),
         *(
             f"NodeName={line} NodeAddr=127.0.0.1 Port={options.dead_port} State=UNKNOWN"
             for line in options.declared
@@ -146,8 +150,10 @@ def _lines(folder: Path, options: Options) -> list[str]:
     ]
 
 
-def _serving(options: Options) -> str:
-    """The nodes that run jobs."""
+def _node_line(options: Options) -> str:
+    """Line for the nodes that run jobs."""
+    # One line declares all nodes with one port each. Debian's slurmd is built with
+    # --enable-multiple-slurmd, so that several run on one host.
     gpus = f" Gres=gpu:{options.gpus}" if options.gpus else ""
     cores = (
         f" Sockets={options.sockets} CoresPerSocket={options.cpus // options.sockets} "
@@ -162,33 +168,28 @@ def _serving(options: Options) -> str:
 
 
 def _partitions(options: Options) -> list[str]:
-    serving, rest = (
-        f"node[1-{options.nodes}]",
-        "MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO",
-    )
+    limits = "MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO"
+    partitions = []
+    if options.nodes:
+        partitions.append(f"PartitionName=main Nodes=node[1-{options.nodes}] Default=YES {limits}")
     declared = ",".join(line.split()[0] for line in options.declared)
-    first = [f"PartitionName=main Nodes={serving} Default=YES {rest}"] if options.nodes else []
-    default = "NO" if first else "YES"
-    return [
-        *first,
-        *(
-            [f"PartitionName=declared Nodes={declared} Default={default} {rest}"]
-            if declared
-            else []
-        ),
-    ]
+    if declared:
+        default = "NO" if partitions else "YES"
+        partitions.append(f"PartitionName=declared Nodes={declared} Default={default} {limits}")
+    return partitions
 
 
 def open_mpi() -> str:
-    """The system's Open MPI library; empty without one."""
-    return next(
-        (str(path) for pattern in _LIBMPI for path in sorted(Path("/usr").glob(pattern))), ""
-    )
+    """Path of the system's Open MPI library; empty if it is not installed."""
+    for pattern in _LIBMPI:
+        for path in sorted(Path("/usr").glob(pattern)):
+            return str(path)
+    return ""
 
 
 def write_site(folder: Path, options: Options, pmix: bool) -> None:
-    """Write site.yaml, the site file of relax-hpc runs here; `pmix`: srun can start the system's
-    Open MPI with it."""
+    """Write site.yaml, the site file for runs in this sandbox. `pmix`: srun can start the system's
+    Open MPI."""
     mpi = (
         {"launcher": "pmix", "library": open_mpi()}
         if pmix
@@ -199,14 +200,15 @@ def write_site(folder: Path, options: Options, pmix: bool) -> None:
         "partition": "main" if options.nodes else "declared",
         "interface": "lo",
         "gpu_request": "gpus_per_node" if options.gpus else "none",
-        # All nodes share this machine's cores: their first ranks would sit on the same one.
+        # All nodes share the cores of this machine. With binding, the first ranks of all nodes
+        # would share one core.
         "srun_options": {} if options.bind else {"cpu-bind": "none"},
         "sbatch_on_nodes": True,
         "mpi": mpi,
     }
     if pmix:
-        # Ranks of two nodes would take each other's shared memory for their own: the nodes have one
-        # host name.
+        # All nodes have the same host name, so that Open MPI 4.1 would use shared memory between
+        # ranks of different nodes.
         site["env"] = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
     (folder / "site.yaml").write_text(
         yaml.safe_dump({"site": site}, sort_keys=False), encoding="utf-8"

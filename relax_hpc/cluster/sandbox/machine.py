@@ -1,4 +1,4 @@
-"""Whether this machine can have a sandbox: programs, its own name, the folder, free ports."""
+"""Checks whether this machine can run a sandbox: programs, host name, folder, free ports."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ PROGRAMS = {
     "srun": "slurm-wlm",
     "scontrol": "slurm-wlm",
 }
-"""Programs that a sandbox needs -> Debian package that has them."""
+"""Programs that a sandbox needs -> the Debian package of each."""
 _PATH = os.pathsep.join(("/usr/sbin", "/sbin", "/usr/local/sbin"))
 
 
 def find(program: str) -> str | None:
-    """Path of a program; Slurm's daemons are often not on a user's PATH. None: not on this
-    machine."""
+    """Path of a program, or None if it is not installed. Slurm's daemons are often not on a user's
+    PATH."""
     return shutil.which(program, path=os.pathsep.join((os.environ.get("PATH", ""), _PATH)))
 
 
 def missing() -> list[str]:
-    """Programs of PROGRAMS that this machine does not have."""
+    """Programs of PROGRAMS that are not installed."""
     return [program for program in PROGRAMS if find(program) is None]
 
 
 def check(folder: Path) -> None:
-    """ConfigError unless this machine can have a sandbox in `folder`."""
-    if lacking := missing():
-        packages = " ".join(sorted({PROGRAMS[program] for program in lacking}))
+    """ConfigError if this machine cannot run a sandbox in `folder`."""
+    programs = missing()
+    if programs:
+        packages = " ".join(sorted({PROGRAMS[program] for program in programs}))
         raise ConfigError(
-            f"sandbox: found no {', '.join(lacking)} on this machine, install them: "
+            f"sandbox: found no {', '.join(programs)} on this machine, install them: "
             f"apt-get install --no-install-recommends {packages}"
         )
     options.check_folder(folder)
@@ -54,40 +55,42 @@ def check(folder: Path) -> None:
 
 
 def check_owner(folder: Path) -> None:
-    """ConfigError if `folder` is there and not ours."""
+    """ConfigError if `folder` belongs to another user."""
     if folder.exists() and folder.stat().st_uid != os.getuid():
         raise ConfigError(f"sandbox: folder: {folder} is another user's, choose one of your own")
 
 
 def check_binding(wanted: Options) -> None:
-    """ConfigError if nodes claim CPUs to which nothing can be bound here."""
-    here = len(os.sched_getaffinity(0))
-    if wanted.bind and wanted.nodes and wanted.cpus > here:
+    """ConfigError if processes would be bound to more CPUs than this machine has."""
+    cpus = len(os.sched_getaffinity(0))
+    if wanted.bind and wanted.nodes and wanted.cpus > cpus:
         raise ConfigError(
-            f"sandbox: cpus: found {wanted.cpus} with bind, allowed: up to the {here} of this "
+            f"sandbox: cpus: found {wanted.cpus} with bind, allowed: up to the {cpus} of this "
             "machine"
         )
 
 
 def with_port(folder: Path, wanted: Options, saved: Options | None) -> Options:
-    """`wanted` with its ports settled: those it names, those of last time, or a free block."""
+    """`wanted` with a block of ports: the one that it names, the previous one, or a free one."""
     if wanted.port:
-        if (port := _taken(wanted)) is not None:
+        port = _first_used_port(wanted)
+        if port is not None:
             raise ConfigError(
                 f"sandbox: port: {port} of 127.0.0.1 is in use, leave port out to get free ones"
             )
         return wanted
     blocks = ([saved.port] if saved and saved.port else []) + options.port_blocks(folder)
     for block in blocks:
-        if _taken(chosen := replace(wanted, port=block)) is None:
+        chosen = replace(wanted, port=block)
+        if _first_used_port(chosen) is None:
             return chosen
     raise ConfigError(
         "sandbox: port: found no free block of ports from 20000 to 32160, name a --port"
     )
 
 
-def _taken(chosen: Options) -> int | None:
-    """First port of `chosen` that somebody has."""
+def _first_used_port(chosen: Options) -> int | None:
+    """First port of `chosen` that is in use; None if all are free."""
     for port in range(chosen.port, chosen.port + chosen.nodes + 1):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

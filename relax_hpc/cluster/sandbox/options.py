@@ -1,4 +1,4 @@
-"""Options of a sandbox that a user may give, their ranges, and where they are kept."""
+"""Options of a sandbox, their ranges, and the file that stores them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import read_json_object
 
 MAX_NODES = 60
-"""Nodes at most: more would not fit into a folder's block of ports."""
+"""Largest number of nodes. The ports of more nodes would not fit into one block."""
 _BLOCK, _FIRST, _BLOCKS = 64, 20000, 190
-"""Ports a sandbox takes, the first block's first port, and blocks; all lie below the kernel's
-ephemeral ports."""
-_NOBODY = _BLOCK - 1
-"""Number, among these ports, of the one that nobody listens on."""
+"""Number of ports of a sandbox, first port of the first block, and number of blocks. All ports are
+below the kernel's ephemeral ports."""
+_UNUSED = _BLOCK - 1
+"""Position, in a block, of the port on which no process listens."""
+# The kernel limits the path of a Unix socket to 107 bytes. The sockets of munge and of the steps
+# are below the folder.
 _MAX_FOLDER = 64
-"""Bytes of a folder's path, so that the sockets of munge and of the steps below it stay under the
-kernel's 107."""
+"""Largest length of the folder's path, in bytes."""
 
 
 def _option(default: int, low: int, high: int) -> int:
@@ -36,41 +37,39 @@ class Options:
     """
 
     nodes: int = _option(4, 0, MAX_NODES)
-    """Nodes that run jobs; 0 only beside `declared` ones."""
+    """Number of nodes that run jobs; 0 only together with `declared` nodes."""
     cpus: int = _option(8, 1, 1024)
-    """CPUs that each node claims to have, whatever the machine has."""
+    """CPUs that Slurm assumes on each node, independent of the machine."""
     sockets: int = _option(1, 1, 64)
-    """Sockets that these are in."""
+    """Sockets that contain these CPUs."""
     memory: int = _option(4000, 100, 10_000_000)
-    """MB that each node claims to have."""
+    """Memory in MB that Slurm assumes on each node."""
     gpus: int = _option(2, 0, 64)
-    """GPUs that each node claims to have: links to /dev/null that Slurm counts and hands out."""
+    """GPUs that Slurm assumes on each node. They are links to /dev/null, which Slurm counts and
+    assigns."""
     slurmd_timeout: int = _option(10, 2, 3600)
-    """Seconds after which Slurm takes a silent node for dead."""
+    """Seconds without an answer after which Slurm marks a node down."""
     kill_wait: int = _option(3, 1, 3600)
-    """Seconds between SIGTERM and SIGKILL of a job that has to go."""
+    """Seconds between SIGTERM and SIGKILL of a job."""
     cred_expire: int = _option(8, 2, 3600)
-    """Life of a job's credential in seconds; a requeued job starts about 2 s after it."""
+    """Seconds until a job's credential expires. A requeued job starts about 2 s later."""
     port: int = _option(0, 0, 65535 - _BLOCK)
-    """First of 64 ports; 0: a free block, drawn from the folder's name."""
+    """First of 64 ports; 0: a free block, which depends on the folder's name."""
     bind: bool = False
-    """Whether processes are bound to the CPUs that Slurm gave them (task/affinity), as on most
-    clusters. All nodes share this machine's CPUs, so it must have as many as a node claims."""
+    """Whether processes are bound to the CPUs that Slurm assigns (task/affinity), as on most
+    clusters. All nodes share the CPUs of this machine, so it must have as many as one node."""
     declared: tuple[str, ...] = ()
-    """Further nodes that slurmctld knows and that run nothing, as NodeName= of slurm.conf describes
-    them: what a large cluster makes of a request can be read off held jobs (`sbatch --hold`,
-    `scontrol show job`), in partition `declared`. An example: "big[1-128] Sockets=2
+    """Further nodes that slurmctld knows and that run no jobs, in the format of NodeName= in
+    slurm.conf. They show how a large cluster handles a request: submit a held job to partition
+    `declared` (`sbatch --hold`) and read `scontrol show job`. Example: "big[1-128] Sockets=2
     CoresPerSocket=32 RealMemory=1000000 Gres=gpu:8"."""
     extra: tuple[str, ...] = ()
-    """Further lines of slurm.conf; one for a setting that is there already takes its place."""
+    """Further lines of slurm.conf. A line replaces the setting with the same name."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, low, high = (
-                getattr(self, item.name),
-                item.metadata.get("low"),
-                item.metadata.get("high"),
-            )
+            value = getattr(self, item.name)
+            low, high = item.metadata.get("low"), item.metadata.get("high")
             if low is not None and not low <= value <= high:
                 raise ConfigError(f"sandbox: {item.name}: found {value}, allowed {low} to {high}")
         if self.cpus % self.sockets:
@@ -80,7 +79,7 @@ class Options:
             )
         if not self.nodes and not self.declared:
             raise ConfigError(
-                f"sandbox: nodes: found 0, allowed 1 to {MAX_NODES}, or 0 beside declared ones"
+                f"sandbox: nodes: found 0, allowed 1 to {MAX_NODES}, or 0 with declared nodes"
             )
         for line in self.declared:
             if not re.match(r"[\w-]+(\[[\d,-]+\])?( \w+=\S+)*$", line):
@@ -97,8 +96,8 @@ class Options:
 
     @property
     def dead_port(self) -> int:
-        """Port at which declared nodes are said to be."""
-        return self.port + _NOBODY
+        """Port of all declared nodes, on which no process listens."""
+        return self.port + _UNUSED
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -111,24 +110,23 @@ def save(options: Options, path: Path) -> None:
 
 
 def load(path: Path) -> Options | None:
-    """Options saved at `path`; None if there are none."""
+    """Options saved at `path`; None if the file does not exist."""
     if not path.exists():
         return None
     saved = read_json_object(path, "remove the file and call up again")
-    known = {item.name for item in fields(Options)}
-    if not set(saved) <= known:
+    if not set(saved) <= {item.name for item in fields(Options)}:
         raise ConfigError(f"{path}: found unknown options, remove the file and call up again")
     lists = {name: tuple(saved.get(name, ())) for name in ("extra", "declared")}
     return replace(Options(), **saved | lists)
 
 
 def check_folder(folder: Path) -> None:
-    """ConfigError unless Slurm can live in `folder`, an absolute path."""
+    """ConfigError if the absolute path `folder` cannot be the folder of a sandbox."""
     size = len(str(folder).encode())
     if size > _MAX_FOLDER:
         raise ConfigError(
             f"sandbox: folder: found {folder} of {size} bytes, allowed {_MAX_FOLDER}: the kernel "
-            "takes no unix socket with a longer path; choose a folder such as /tmp/sandbox"
+            "allows no Unix socket with a longer path; choose a folder such as /tmp/sandbox"
         )
     if not re.fullmatch(r"/[\w./+-]+", str(folder), re.ASCII):
         raise ConfigError(
@@ -138,6 +136,6 @@ def check_folder(folder: Path) -> None:
 
 
 def port_blocks(folder: Path) -> list[int]:
-    """First ports of all blocks, the one that the folder's name points to first."""
+    """First ports of all blocks, beginning with the block that the folder's name selects."""
     start = zlib.crc32(str(folder).encode())
     return [_FIRST + (start + step) % _BLOCKS * _BLOCK for step in range(_BLOCKS)]

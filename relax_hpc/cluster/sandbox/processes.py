@@ -1,5 +1,4 @@
-"""Processes of a sandbox: found by their files, not by name alone, and killed by pid and start
-time."""
+"""Processes of a sandbox. They are identified by their files, and killed by pid and start time."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ _POLL_S = 0.05
 
 
 def until(done: Callable[[], bool], seconds: float, failure: str) -> None:
-    """Return when `done`; DeadlineError with `failure`, which names what to look at, after
-    `seconds`."""
+    """Wait until `done`. After `seconds`, raise DeadlineError with the text `failure`, which names
+    the log to read."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -29,78 +28,82 @@ def until(done: Callable[[], bool], seconds: float, failure: str) -> None:
 def daemons(folder: Path) -> dict[str, list[psutil.Process]]:
     """Living daemons of the sandbox in `folder`, by name (munged, slurmctld, slurmd-NODE).
 
-    A daemon is one with the sandbox's own files in its command line. There may be several processes
-    under a name for a moment, when one is forking; the oldest is first.
+    A daemon has files of the sandbox in its command line. While a daemon forks, several processes
+    have its name; the oldest is first.
     """
-    found: dict[str, list[psutil.Process]] = {}
+    by_name: dict[str, list[psutil.Process]] = {}
     for process in _all():
         with suppress(psutil.Error):
-            if name := _daemon_name(process.cmdline(), folder):
-                found.setdefault(name, []).append(process)
-    return found
+            name = _daemon_name(process.cmdline(), folder)
+            if name:
+                by_name.setdefault(name, []).append(process)
+    return by_name
 
 
-def _daemon_name(words: list[str], folder: Path) -> str:
-    program = Path(words[0]).name if words else ""
-    if program == "munged" and f"--socket={folder}/run/munge.sock" in words:
+def _daemon_name(arguments: list[str], folder: Path) -> str:
+    program = Path(arguments[0]).name if arguments else ""
+    if program == "munged" and f"--socket={folder}/run/munge.sock" in arguments:
         return program
-    if program in ("slurmctld", "slurmd") and f"{folder}/etc/slurm.conf" in words:
-        return f"slurmd-{words[words.index('-N') + 1]}" if program == "slurmd" else program
+    if program in ("slurmctld", "slurmd") and f"{folder}/etc/slurm.conf" in arguments:
+        return f"slurmd-{arguments[arguments.index('-N') + 1]}" if program == "slurmd" else program
     return ""
 
 
 def steps(folder: Path, node: str = "") -> list[psutil.Process]:
-    """The slurmstepds of `node`, or of all nodes: they hold the node's slurmd log open and retitle
-    themselves."""
+    """The slurmstepd processes of `node`, or of all nodes."""
+    # slurmstepd replaces its command line by a title without the node. It inherits the open log
+    # file of the node's slurmd.
     logs = {str(path) for path in (folder / "log").glob(f"slurmd-{node or '*'}.log")}
-    found = []
+    stepds = []
     for process in _all():
         with suppress(psutil.Error):
-            if process.name().startswith("slurmstepd") and logs & {
-                file.path for file in process.open_files()
-            }:
-                found.append(process)
-    return found
+            if not process.name().startswith("slurmstepd"):
+                continue
+            if logs & {file.path for file in process.open_files()}:
+                stepds.append(process)
+    return stepds
 
 
 def tasks(folder: Path, node: str = "") -> list[psutil.Process]:
-    """Processes that Slurm started on `node`, or on any node, whoever their parent is now."""
-    conf, found = f"{folder}/etc/slurm.conf", []
+    """Processes that Slurm started on `node`, or on any node, even if they have another parent
+    now."""
+    conf, processes = f"{folder}/etc/slurm.conf", []
     for process in _all():
         with suppress(psutil.Error, OSError):
             variables = process.environ()
-            on = variables.get("SLURMD_NODENAME", "")
-            if variables.get("SLURM_CONF") == conf and on and on == (node or on):
-                found.append(process)
-    return found
+            task_node = variables.get("SLURMD_NODENAME", "")
+            is_on_node = task_node and task_node == (node or task_node)
+            if variables.get("SLURM_CONF") == conf and is_on_node:
+                processes.append(process)
+    return processes
 
 
 def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
     """`roots` and all their descendants, each once."""
-    found: dict[int, psutil.Process] = {}
+    by_pid: dict[int, psutil.Process] = {}
     for root in roots:
-        found[root.pid] = root
+        by_pid[root.pid] = root
         with suppress(psutil.Error):
-            found |= {child.pid: child for child in root.children(recursive=True)}
-    return list(found.values())
+            by_pid |= {child.pid: child for child in root.children(recursive=True)}
+    return list(by_pid.values())
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """Send SIGKILL to those that are still there."""
+    """Send SIGKILL to those that still run."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def freeze(processes: Iterable[psutil.Process]) -> None:
-    """Send SIGSTOP to those that are still there."""
+    """Send SIGSTOP to those that still run."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.suspend()
 
 
 def terminate(processes: list[psutil.Process], seconds: float) -> None:
-    """Send SIGTERM, and SIGKILL to what is left after `seconds`."""
+    """Send SIGTERM, and after `seconds` SIGKILL to those that still run."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -110,7 +113,7 @@ def terminate(processes: list[psutil.Process], seconds: float) -> None:
 
 
 def until_gone(processes: list[psutil.Process], seconds: float) -> None:
-    """Wait until all have ended, or for `seconds`."""
+    """Wait until all have ended, but at most `seconds`."""
     with suppress(DeadlineError):
         until(lambda: not any(map(alive, processes)), seconds, "")
 
@@ -124,7 +127,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """Arguments of a process; empty if it has ended, as processes of a live run do at any time."""
+    """Arguments of a process; empty if it has ended meanwhile."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -132,5 +135,5 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 def _all() -> Iterator[psutil.Process]:
-    """All processes, oldest first, zombies left out."""
+    """All processes except zombies, oldest first."""
     return (process for process in all_processes() if alive(process))

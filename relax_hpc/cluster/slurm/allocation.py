@@ -80,6 +80,8 @@ class Allocation:
 
 def node_name() -> str:
     """Name of this node in Slurm."""
+    # slurmd sets SLURMD_NODENAME in every task. The host name may differ: it can have a domain, and
+    # all nodes of a sandbox share one.
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 

@@ -17,6 +17,8 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 from relax_hpc.queue.plan import SUPERVISOR
 
+# A job is COMPLETING while Slurm kills its last processes. With a dead node it stays so until Slurm
+# marks the node down.
 ENDED = (
     "COMPLETING",
     "COMPLETED",

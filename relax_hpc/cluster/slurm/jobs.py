@@ -363,6 +363,7 @@ class HetJob(_HeadJob):
         # If Slurm ends component 0, it kills this process after KillWait.
         with contextlib.suppress(SlurmError):
             if not self._runs():
+                # Half of KillWait remains for Slurm to cancel the other components.
                 self._retire_at = time.monotonic() + self._kill_wait_s / 2
 
     def before_wait(self) -> None:

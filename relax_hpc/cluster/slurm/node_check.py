@@ -84,6 +84,7 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
     srun = [*launcher.srun_on_nodes(nodes), f"--mpi={mpi_plugin(config) if mpi else 'none'}"]
     srun += ["--ntasks-per-node=1", f"--ntasks={nodes.nodes}"]
     srun += [*srun_options(config), "--export=ALL"]
+    # The probe requests GPUs in the same way as the roles, so that it sees the same GPUs.
     if config.model.device == "cuda" and group.resources.gpus_per_node:
         probe += ["--gpus", str(group.resources.gpus_per_node)]
         if config.site.gpu_request != "none":

@@ -47,6 +47,7 @@ class _LeaseWatch:
         beat = (holder["incarnation"], holder["beat"]) if holder and counts else None
         if beat is not None and beat != self.last_beat[0]:
             self.last_beat = beat, now
+        # A standby or a successor takes over after one lease, and needs some time to do so.
         if now - self.last_beat[1] < 2 * self.lease_s or now < self._ask_at:
             return False
         self._ask_at = now + _ASK_S

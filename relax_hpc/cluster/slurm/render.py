@@ -21,6 +21,9 @@ from relax_hpc.cluster.slurm.layout import Component, components, group_componen
 from relax_hpc.cluster.slurm.srun import srun_options
 from relax_hpc.config.schema import Config
 
+# `requeue` and `no-kill` follow from the layout. In Slurm 22.05 a component of a heterogeneous job
+# cannot be requeued alone, and if Slurm requeues it after a node failure, the job never starts
+# again. So such a job has --no-requeue, and with --no-kill a component survives a lost node.
 OWN_OPTIONS = {
     "job-name": "name",
     "nodes": "groups.<group>.resources.nodes",

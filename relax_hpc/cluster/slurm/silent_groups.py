@@ -125,6 +125,7 @@ class SilentGroups:
             # Slurm has noticed the loss, and may have requeued the job already.
             return
         supervisor.failures.check_failure(name, f"job {job} {judgement.reason}")
+        # Slurm runs the batch script, and with it the supervisor, on the first node of a job.
         batch_node = self.slurm.hostnames(present.node_list)[0]
         new_job = self.submit(name, batch_node)
         if new_job:

@@ -319,6 +319,8 @@ def step_environment(config: Config | None, name: str) -> dict[str, str]:
 
         return clean_environment()
     variables = role_environment(config, group_environment(config, name))
+    # `die_with_parent` compares this pid with the parent of a process. The parent of a task is
+    # slurmstepd, and a step must outlive its supervisor.
     del variables[PARENT]
     return (
         mpi_defaults(config) | library_environment(config, name) | variables | mpi_variables(config)

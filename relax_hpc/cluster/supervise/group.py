@@ -50,6 +50,7 @@ class Member:
         cls, role: str, process: subprocess.Popen, command: Command | None = None
     ) -> Member:
         """Member with a descriptor that becomes readable when the process ends."""
+        # A pidfd lets one `select` wait for many processes, and is safe if the kernel reuses a pid.
         return cls(role, process, os.pidfd_open(process.pid), command)
 
     @classmethod

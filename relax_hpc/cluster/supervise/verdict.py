@@ -130,6 +130,8 @@ def ended_normally(marks: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _by_end(evidence: Evidence, _: LivenessConfig) -> Verdict | None:
+    # Only a mark that the role itself writes means success: srun 22.05 returns 0 when a node of its
+    # step fails ("Node failure on node2 ... rc=0").
     mark = evidence.mark or {}
     if not mark and evidence.exit is None:
         return None

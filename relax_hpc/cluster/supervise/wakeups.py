@@ -32,6 +32,8 @@ class Wakeups:
         self._selector.register(self._out, selectors.EVENT_READ, None)
 
     def __enter__(self) -> Wakeups:
+        # Python runs a signal handler only between two of its instructions. The byte that the
+        # interpreter writes to this pipe also ends a `select` that began just before the handler.
         signal.set_wakeup_fd(self._in)
         for number in stop_signals():
             signal.signal(number, self._take_signal)
