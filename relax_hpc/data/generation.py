@@ -23,7 +23,7 @@ FinishReason = Literal[
     "episode_budget",
     "program_failed",
 ]
-"""Why a response or an episode of several turns ended; `partial`: it has not ended yet."""
+"""Reason for the end of a response or an episode; `partial`: it has not ended yet."""
 CUT_REASONS: frozenset[str] = frozenset(
     ("length", "turn_budget", "sampled_budget", "episode_budget")
 )
@@ -138,7 +138,7 @@ class Episode:
     """The rows in their order, at least one. An episode with one row that begins with the ticket's
     prompt may be a `Generation` instead."""
     outcome: Mapping[str, Any] | None = None
-    """What its environment says about the whole episode: `info`, `reward`, and the number of the
+    """Result of the environment for the whole episode: `info`, `reward`, and the number of the
     `row` in which it ended. None: there was no environment, or the episode has not ended."""
 
     @property

@@ -257,7 +257,7 @@ class RowCounts:
         return "; ".join(texts)
 
     def problem(self, max_bad_share: float, total: int) -> str:
-        """Why a file of ``total`` rows, with the bad ones counted here, cannot be used; empty if it
+        """Reason why a file of ``total`` rows, with the bad ones counted here, cannot be used; empty if it
         can."""
         if not total:
             return 'no prompts; write one {"id", "prompt", "answer"} a line'

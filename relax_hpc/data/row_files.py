@@ -46,7 +46,7 @@ class RowFiles:
     """Files of rows, in their order."""
 
     named: str
-    """Their name in the configuration."""
+    """Name of the files in the configuration."""
     paths: tuple[Path, ...]
     folder: Path
     """Folder that paths of media are relative to."""

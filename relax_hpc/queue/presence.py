@@ -75,7 +75,7 @@ class GroupPresence:
             self.paused_s += passed_s
 
     def _reason_of_absence(self, name: str, live: Collection[Mapping[str, Any]]) -> str:
-        """Why others have to wait for the group; empty if it is present."""
+        """Reason to wait for the group; empty if it is present."""
         beats = [beat for beat in live if base_name(beat["group"], self.groups) == name]
         if not beats:
             return "is not there"

@@ -33,7 +33,7 @@ class RewardInput:
     response_text: str
     """Response as text, without special tokens."""
     finish_reason: str
-    """How the response ended; of several responses, the last one: stop, length or abort."""
+    """End of the response, or of the last of several: stop, length or abort."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """All other fields of the prompt's line."""
     rows: list[list[str]] = field(default_factory=list)

@@ -262,7 +262,7 @@ class Jail:
             )
 
     def _try_program(self) -> str:
-        """Why the test program does not print its output here; empty: it does. OSError: see `run`,
+        """Reason why the test program does not print its output here; empty: it does. OSError: see `run`,
         or the program is too slow."""
         for _ in range(_ATTEMPTS):
             result = self.run(_PROBE, _PROBED[::-1], _PROBE_S)

@@ -36,7 +36,7 @@ class PastIncarnation:
     kept its nodes in between."""
     attempt: int
     status: str
-    """How it ended: `done`, `stopped`, `failed`, or empty if it wrote no mark."""
+    """State at the end: `done`, `stopped`, `failed`, or empty if no mark was written."""
     reason: str
 
     @property

@@ -70,7 +70,7 @@ def find_model(config: ModelConfig, field_name: str = "path") -> ModelFiles:
 
 
 def _remedy(name: str) -> str:
-    """What to do about the model ``name`` if there is no such directory."""
+    """Advice for the user if there is no directory of the model ``name``."""
     # A name on the hub has two parts; `resolve` has made relative paths absolute.
     path = Path(name).absolute()
     is_below = path.is_relative_to(Path.cwd())

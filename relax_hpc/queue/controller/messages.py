@@ -165,7 +165,7 @@ class Schema:
         self._is_open = len(arguments) < len(parameters) - 2
 
     def find_fault(self, args: Args) -> str:
-        """What is wrong with ``args``; empty: they are valid."""
+        """Error in ``args``; empty if they are valid."""
         if not self._required <= args.keys():
             return f"{min(self._required - args.keys())} is missing"
         for name, value in args.items():

@@ -47,7 +47,7 @@ class Relays:
         where: Where,
         is_over: Callable[[Owner], object],
     ) -> list[Where]:
-        """Where ``reader`` can pull ``version``, the best first, without readers whose incarnation
+        """Addresses from which ``reader`` can pull ``version``, the best first, without readers whose incarnation
         ``is_over``.
 
         A reader keeps its index if it asks again. So no reader can ever wait for itself.

@@ -76,7 +76,7 @@ class PythonTests:
         program could redefine `math.isclose`."""
 
     def problem(self) -> str:
-        """Why the tests cannot run with any program; empty if they can."""
+        """Reason why the tests cannot run with any program; empty if they can."""
         # The tests are not a file, and the name does not come from the program.
         if "__file__" in self.names:
             return "they use __file__"

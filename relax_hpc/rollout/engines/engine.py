@@ -63,7 +63,7 @@ FaultReason = Literal[
     "environment_answer",
     "environment_differs",
 ]
-"""Why an engine or an environment gave no usable response."""
+"""Reason why an engine or an environment gave no usable response."""
 _LOGPROB_ROUNDING = 1e-3
 """Rounding may make a log-probability this much larger than 0."""
 

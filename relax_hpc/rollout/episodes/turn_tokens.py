@@ -54,7 +54,7 @@ class TurnTokenizer:
         is_prompt: bool,
         roles: Sequence[str] = _PROMPT_ROLES,
     ) -> tuple[int, list[int]]:
-        """How many of the tokens ``before`` are kept, and the tokens of ``messages`` after them,
+        """Number of the tokens ``before`` to keep, and the tokens of ``messages`` after them,
         with one placeholder for each medium.
 
         ``is_prompt``: ``before`` is a prompt without any turn. The opening of the policy's turn at

@@ -174,7 +174,7 @@ def idle_batch(
 
 
 def _common_fields(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that every row has."""
+    """Names of ``names`` that every row has."""
     return [name for name in names if all(row.get(name) is not None for row in rows)]
 
 

@@ -93,7 +93,7 @@ def stage_entries(
 
 
 def select_experts(entries: Iterable[FusedParameter], experts: range) -> list[FusedParameter]:
-    """Those of ``entries`` that a rank with these ``experts`` has. It numbers its experts from
+    """Entries of a rank with these ``experts``. The rank numbers its experts from
     0."""
     selected = []
     for entry in entries:

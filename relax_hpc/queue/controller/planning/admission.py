@@ -42,7 +42,7 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
 
 
 def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[int]:
-    """Those of ``tickets``, admitted before, whose tokens of ``version`` could still be trained in
+    """Tickets of ``tickets``, admitted before, whose tokens of ``version`` could still be trained in
     time.
 
     Others may have taken their positions since. New tickets need no check, because the number of
@@ -60,7 +60,7 @@ def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[in
 
 
 def explain_wait(state: QueueState, version: Version | None) -> tuple[str, bool, Cause]:
-    """Why no ticket is admissible for an engine with ``version``; whether this holds for all
+    """Reason why no ticket is admissible for an engine with ``version``; whether this holds for all
     engines; and the cause: the actor publishes versions and empties the queue."""
     plan = state.plan
     if version is None or version not in state.lineage:
@@ -80,7 +80,7 @@ def explain_wait(state: QueueState, version: Version | None) -> tuple[str, bool,
 
 
 def _explain_version(state: QueueState, version: Version, step: int) -> str:
-    """Why ``version`` is too old for the next ticket, which is admitted for ``step``; empty: it is
+    """Reason why ``version`` is too old for the next ticket, which is admitted for ``step``; empty: it is
     not."""
     plan = state.plan
     if version.number < step - plan.max_staleness:

@@ -36,7 +36,7 @@ _DISTANT_CHOICES = {
 """Arguments whose choices SGLang 0.5.21 adds when it builds its parser -> the file and the list of
 choices."""
 _AUTO_PARSERS = ("tool_call_parser", "reasoning_parser")
-"""Those of these arguments that also accept `auto`."""
+"""Arguments of SGLang that also accept `auto`."""
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 _POSITIVE = (
     *("tp_size", "pp_size", "dp_size", "ep_size", "context_length", "page_size"),
@@ -57,7 +57,7 @@ class ServerArgument:
     is_list: bool = False
     """Whether it accepts a list of values of the type."""
     aliases: tuple[str, ...] = ()
-    """Its other names on SGLang's command line, with underscores."""
+    """Other names of the argument on SGLang's command line, with underscores."""
 
     def misfit(self, value: Any) -> str:
         """The allowed values if ``value`` is not allowed; empty: it is allowed, or not checked."""

@@ -95,7 +95,7 @@ class Tower(abc.ABC):
         layers: [1 + levels, n, out]."""
 
     def entries(self) -> Iterator[FusedParameter]:
-        """Its parameters, which tensor parallelism does not split."""
+        """Parameters of the tower, which tensor parallelism does not split."""
         for name, shape in self.shapes():
             piece = Piece(f"{self.prefix}{name}", shape)
             yield FusedParameter(f"towers.{self.name}.{name}", (piece,))
