@@ -257,8 +257,10 @@ class RowCounts:
         return "; ".join(texts)
 
     def problem(self, max_bad_share: float, total: int) -> str:
-        """Reason why a file of ``total`` rows, with the bad ones counted here, cannot be used; empty if it
-        can."""
+        """Reason why a file of ``total`` rows cannot be used, with the bad ones counted here.
+
+        Empty if it can be used.
+        """
         if not total:
             return 'no prompts; write one {"id", "prompt", "answer"} a line'
         if self.bad < total and self.bad <= max_bad_share * total:

@@ -262,8 +262,10 @@ class Jail:
             )
 
     def _try_program(self) -> str:
-        """Reason why the test program does not print its output here; empty: it does. OSError: see `run`,
-        or the program is too slow."""
+        """Reason why the test program does not print its output here; empty if it does.
+
+        OSError: see `run`, or the program is too slow.
+        """
         for _ in range(_ATTEMPTS):
             result = self.run(_PROBE, _PROBED[::-1], _PROBE_S)
             if result.in_time:

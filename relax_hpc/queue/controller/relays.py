@@ -47,8 +47,9 @@ class Relays:
         where: Where,
         is_over: Callable[[Owner], object],
     ) -> list[Where]:
-        """Addresses from which ``reader`` can pull ``version``, the best first, without readers whose incarnation
-        ``is_over``.
+        """Addresses from which ``reader`` can pull ``version``, the best first.
+
+        Readers whose incarnation ``is_over`` are left out.
 
         A reader keeps its index if it asks again. So no reader can ever wait for itself.
         """

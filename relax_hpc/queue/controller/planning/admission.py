@@ -42,8 +42,7 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
 
 
 def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[int]:
-    """Tickets of ``tickets``, admitted before, whose tokens of ``version`` could still be trained in
-    time.
+    """Admitted tickets of ``tickets`` whose tokens of ``version`` can still be trained in time.
 
     Others may have taken their positions since. New tickets need no check, because the number of
     tickets before them is limited.
@@ -80,8 +79,10 @@ def explain_wait(state: QueueState, version: Version | None) -> tuple[str, bool,
 
 
 def _explain_version(state: QueueState, version: Version, step: int) -> str:
-    """Reason why ``version`` is too old for the next ticket, which is admitted for ``step``; empty: it is
-    not."""
+    """Reason why ``version`` is too old for the next ticket, which is admitted for ``step``.
+
+    Empty if it is not too old.
+    """
     plan = state.plan
     if version.number < step - plan.max_staleness:
         newest = state.weights.newest.number if state.weights.newest else version.number
