@@ -269,8 +269,9 @@ def _algorithm(config: Config) -> Findings:
 def _overlong(config: Config) -> Findings:
     """Check that an episode can be as long as the maximum overlong penalty needs."""
     try:
-        plays_episodes = get_task(config.data.task).makes("episode")
-        has_many_rows = plays_episodes or bool(environment_name(config))
+        has_many_rows = bool(environment_name(config))
+        if not has_many_rows:
+            has_many_rows = get_task(config.data.task).makes("episode")
     except ConfigError:
         return  # `_data` names the mistake in the task.
     limits = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
