@@ -49,7 +49,7 @@ class BackgroundThread(Generic[Job]):
             return self._pending
 
     def put(self, job: Job) -> None:
-        """Add a job. Raises what an earlier job has raised."""
+        """Add a job. Raises the error of an earlier job."""
         self.check()
         with self._changed:
             self._pending += 1
@@ -63,7 +63,7 @@ class BackgroundThread(Generic[Job]):
     ) -> bool:
         """Wait until at most ``max_pending`` jobs are pending. False: that takes longer.
 
-        Time does not count while ``is_paused()``. Raises what a job has raised.
+        Time does not count while ``is_paused()``. Raises the error of a job.
         """
         remaining_s = timeout_s
         while True:
@@ -85,7 +85,7 @@ class BackgroundThread(Generic[Job]):
             )
 
     def check(self) -> None:
-        """Raise what a job has raised."""
+        """Raise the error of a job, if one has failed."""
         if self._failure is not None:
             raise self._failure
 
@@ -108,7 +108,7 @@ class BackgroundThread(Generic[Job]):
 
 
 def run_in_thread(act: Callable[[], T]) -> Future[T]:
-    """Future of what ``act`` returns or raises in a new thread.
+    """Future of the result or the error of ``act``, which runs in a new thread.
 
     The thread is a daemon: the process can end while it runs.
     """

@@ -340,7 +340,8 @@ def _probe(folder: Path, size: int = _PROBE_BYTES) -> None:
 
 
 def probe_folder(folder: Path, size: int = _PROBE_BYTES) -> DiskWait:
-    """Write and remove ``size`` bytes in ``folder``. Returns what prevents it; empty: nothing."""
+    """Write and remove ``size`` bytes in ``folder``. Returns the wait that this would need; empty:
+    none."""
     try:
         _probe(folder, size)
     except OSError as error:

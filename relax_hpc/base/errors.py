@@ -11,7 +11,7 @@ EXIT_INTERRUPTED = 130
 
 
 class RelaxError(Exception):
-    """Base of all errors of this package; ``exit_code`` is what the process ends with."""
+    """Base of all errors of this package. ``exit_code``: exit code of a process that it ends."""
 
     exit_code = EXIT_RETRY
 

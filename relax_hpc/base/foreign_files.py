@@ -111,7 +111,8 @@ def read_json_object(
     """The JSON object in a regular file, see `read_json`.
 
     ``fix``: what the user can do about a bad file. ``is_optional``: a missing file counts as an
-    empty object. ConfigError: names the file, what was found, and ``fix``.
+    empty object. ConfigError: it names the file, the found content, and
+    ``fix``.
     """
     try:
         value = read_json(path, most_bytes)

@@ -13,7 +13,7 @@ _NAME = re.compile(r"i(\d{6})-v(\d{6,7})")
 
 @dataclass(frozen=True, order=True, slots=True)
 class Version:
-    """A set of policy weights. ``str()`` names its directory and is what engines report.
+    """A set of policy weights. ``str()`` is the name of its directory, which engines report.
 
     >>> str(Version(2, 101))
     'i000002-v000101'

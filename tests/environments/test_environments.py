@@ -157,7 +157,7 @@ def test_those_beside_one_that_ends_their_process_are_played_again(bad: str, fau
             signal.SIGKILL,
             9,
             3,
-            "environment_died: its process was ended by SIGKILL, perhaps for want of memory",
+            "environment_died: its process was ended by SIGKILL, possibly because memory was short",
         ),
         (signal.SIGSTOP, 1, 2, "1 call 2 0"),
     ],

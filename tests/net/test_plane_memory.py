@@ -131,7 +131,7 @@ def test_a_full_board_is_said(monkeypatch):
     with plane_here("shm") as plane:
         for name in "abc":
             plane.publish(name, memoryview(name.encode()))
-        with pytest.raises(PlaneError, match="3 records are published, the most there can be"):
+        with pytest.raises(PlaneError, match="3 records are published, which is the maximum"):
             plane.publish("d", memoryview(b"d"))
         plane.retire("b")
         assert bytes(plane.read(plane.publish("d", memoryview(b"d")), READ_S)) == b"d"

@@ -152,7 +152,7 @@ def test_withdrawn_offers_and_other_tokens_are_told_apart():
     [
         ("", "by pigeon", ""),
         ("breaks", "by pigeon", "a wing is broken"),
-        ("lies", "by pigeon", "other bytes came than were published"),
+        ("lies", "by pigeon", "the bytes differ from those that were published"),
         ("hangs", "", "hangs: no answer and no error in 0.1 s"),
     ],
 )

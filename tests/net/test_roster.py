@@ -79,7 +79,8 @@ def test_code_of_another_protocol_is_named(tmp_path: Path) -> None:
     card = latest_card(run, "hub")
     assert card is not None
     with pytest.raises(
-        ConfigError, match=f"this code speaks {PROTOCOL}, hub incarnation 3 speaks {PROTOCOL + 1}"
+        ConfigError,
+        match=f"this code has protocol {PROTOCOL}, hub incarnation 3 has {PROTOCOL + 1}",
     ):
         card.check_protocol()
 

@@ -76,7 +76,7 @@ def test_a_hub_of_another_protocol_is_refused_by_name(tmp_path):
         for _ in range(2):
             with pytest.raises(
                 ConfigError,
-                match=f"this code speaks {PROTOCOL}, hub incarnation 1 speaks {PROTOCOL + 1}",
+                match=f"this code has protocol {PROTOCOL}, hub incarnation 1 has {PROTOCOL + 1}",
             ):
                 client.connection.call("status")
 

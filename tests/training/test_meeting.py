@@ -237,7 +237,7 @@ def test_a_stranger_reads_and_writes_nothing(served: tuple[str, int]) -> None:
     remote.set("key", b"value")
     with pytest.raises(
         ConnectionError,
-        match=r"has not accepted this rank's connection .*: who listens has closed the connection",
+        match=r"has not accepted this rank's connection .*: the listener has closed the connection",
     ):
         RemoteTable(served, b"w" * 32, 0.2).get("key", 1.0)
     with socket.create_connection(served) as stranger:

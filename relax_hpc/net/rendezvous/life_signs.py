@@ -1,4 +1,4 @@
-"""Life signs of processes in files: who wrote a file, whether it still runs, and its activity."""
+"""Life signs of processes in files: identity of the writer, whether it runs, and its activity."""
 
 from __future__ import annotations
 

@@ -38,10 +38,9 @@ class GroupCard:
         """Raise ConfigError if the code of this process has another protocol."""
         if self.protocol != PROTOCOL:
             raise ConfigError(
-                f"relax_hpc.base.protocol: this code speaks {PROTOCOL}, {self.group} incarnation "
-                f"{self.incarnation} speaks "
-                f"{self.protocol}; groups of one run need code of one protocol: give this group "
-                f"code of {self.protocol}"
+                f"relax_hpc.base.protocol: this code has protocol {PROTOCOL}, {self.group} "
+                f"incarnation {self.incarnation} has {self.protocol}; all groups of a run need the "
+                f"same protocol: start this group with code of protocol {self.protocol}"
             )
 
 

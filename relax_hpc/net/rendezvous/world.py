@@ -161,7 +161,7 @@ def _run_in_child(work: Callable[[], Any], settings: str, patience_s: float) -> 
         )
     if not result:
         raise RelaxError(
-            f"{settings}: MPI_Init {_describe_end(code)} (its own words are in this log); {_REMEDY}"
+            f"{settings}: MPI_Init {_describe_end(code)} (its messages are in this log); {_REMEDY}"
         )
     return json.loads(result)
 

@@ -108,7 +108,7 @@ def _try(
         reason = f"{maker}: {offer['absent'].get(name, 'not offered')}"
         return PlaneTrial(process, maker, name, False, 0.0, why=reason)
     if plane is None:
-        reason = f"{process}: {absent.get(name, 'not here')}"
+        reason = f"{process}: {absent.get(name, 'not available')}"
         return PlaneTrial(process, maker, name, False, 0.0, why=reason)
     start = time.monotonic()
     path, reason = _within(timeout_s + _GRACE_S, lambda: _read(plane, descriptor, offer, timeout_s))
@@ -123,7 +123,7 @@ def _read(plane: Plane, descriptor: Descriptor, offer: Offer, timeout_s: float) 
         is_equal = plane.read(descriptor, timeout_s) == _record(offer["process"], offer["bytes"])
     except Exception as error:  # of any kind: the table shows it, and the other planes are tried
         return path, str(error) or type(error).__name__
-    return path, "" if is_equal else "other bytes came than were published"
+    return path, "" if is_equal else "the bytes differ from those that were published"
 
 
 def _within(seconds: float, work: Callable[[], tuple[str, str]]) -> tuple[str, str]:

@@ -74,7 +74,7 @@ class ChallengeResponse:
     def answer(self, greeting: bytes) -> bytes:
         """Answer to send. ConnectionError: ``greeting`` is invalid."""
         if not greeting.startswith(_HELLO):
-            raise ConnectionError("what listens there is no listener of a run")
+            raise ConnectionError("the peer is not a listener of a run")
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         self._challenges = greeting[len(_HELLO) :] + challenge
         return challenge + _mac(self._token, b"reader", self._challenges, self._purpose)

@@ -147,7 +147,7 @@ class RdmaSource:
                 raise PlaneError(f"{name} is published already; retire it first")
             if not self._free:
                 raise PlaneError(
-                    f"{MAX_RECORDS} records are published, the most there can be; retire some"
+                    f"{MAX_RECORDS} records are published, which is the maximum; retire some"
                 )
             slot = self._free.popleft()
             self._serial += 1

@@ -94,7 +94,7 @@ class _Board:
         slot = self._free.pop() if self._free else next(self._unused, None)
         if slot is None:
             raise PlaneError(
-                f"shm: {MAX_RECORDS} records are published, the most there can be; retire some"
+                f"shm: {MAX_RECORDS} records are published, which is the maximum; retire some"
             )
         serial = next(self._serials)
         self._slots[slot] = serial

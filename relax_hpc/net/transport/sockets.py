@@ -193,7 +193,7 @@ class PendingConnection:
                     return FrameConnection(self._socket, key, listens=False)
             if time.monotonic() >= self._end:
                 raise TimeoutError(
-                    f"who listens has not proved in {PROOF_S:g} s that it holds the run's token"
+                    f"the listener has not proved in {PROOF_S:g} s that it holds the run's token"
                 )
         except OSError:
             self.close()
@@ -205,7 +205,7 @@ class PendingConnection:
         expected = PROOF_BYTES if self._is_greeted else GREETING_BYTES
         data = self._socket.recv(expected - len(self._received))
         if not data:
-            raise ConnectionResetError("who listens has closed the connection")
+            raise ConnectionResetError("the listener has closed the connection")
         self._received += data
         if len(self._received) < expected:
             return None

@@ -186,6 +186,6 @@ def error_of_exit(code: int) -> WorkerEnded:
         text = f"ended by exit code {code}"
     else:
         # The kernel's out-of-memory killer sends SIGKILL.
-        cause = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
+        cause = ", possibly because memory was short" if -code == signal.SIGKILL else ""
         text = f"was ended by {signal.Signals(-code).name}{cause}"
     return WorkerEnded(text, True, code)

@@ -33,7 +33,7 @@ def serve(work: Callable[[BinaryIO, BinaryIO], None], dies_with_thread: bool = T
     try:
         with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
             work(*_pipes())
-    except BaseException:  # a user's function may raise what no `except Exception` catches
+    except BaseException:  # a user's function may raise SystemExit and the like
         print(log_entry(traceback.format_exc().rstrip()), file=sys.stderr, flush=True)
         # Exit while the pipe is still open. If a worker closes its pipe, the parent kills it, and
         # would report SIGKILL instead of exit code 1.

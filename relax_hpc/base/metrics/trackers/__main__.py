@@ -61,10 +61,10 @@ class Follower:
             return []
         complete = block[: block.rfind(b"\n") + 1]
         if not complete and len(block) == _BLOCK_BYTES:
-            complete = block  # No line of ours is so long: skip it.
+            complete = block  # No line of metrics is so long: skip it.
         self._offset += len(complete)
         lines, _ = parse_lines(complete.splitlines())
-        # A block of torn lines alone must not end the reading of what comes after it.
+        # A block with only incomplete lines must not end the reading of later blocks.
         return lines if lines or not complete else self.read()
 
     def store(self) -> None:
