@@ -59,6 +59,7 @@ def update_with_torch(piece: UpdatePiece, states: Sequence[Tensor]) -> None:
         eps=piece.group["eps"],
         maximize=False,
     )
+    # float32 moments were updated in place, because `float()` returns the same tensor.
     for moment, value in zip(moments, wide, strict=True):
         if moment.dtype is not value.dtype:
             moment.copy_(round_stochastically(value, int(piece.step)))

@@ -27,10 +27,10 @@ from relax_hpc.net.transport.sockets import FrameConnection, connect, endpoint_o
 from relax_hpc.net.transport.wire import BadMessage, pack, unpack
 
 _PAUSE_S = 0.1
+# Seconds of one wait for messages in rank 0, which then waits again.
 _RECEIVE_S = 3600.0
-"""Seconds of one wait for messages in rank 0, which then waits again."""
+# Seconds for a reply that does not depend on other ranks.
 _REPLY_S = 30.0
-"""Seconds for a reply that does not depend on other ranks."""
 
 
 def make_store(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
@@ -44,6 +44,7 @@ def make_store(world: World, token: bytes, timeout_s: float) -> dist.Store | Non
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    # The file is memory of rank 0, opened through its process; it has no name in a file system.
     if world.share_files_in_memory:
         return dist.FileStore(f"/proc/{first['pid']}/fd/{first['memory']}", world.size)
     if world.listening:
@@ -125,8 +126,8 @@ class StoreHost:
     def __init__(self, listener: Listener) -> None:
         self.table = StoreTable()
         self._listener = listener
+        # Requests that wait, by one missing key of each.
         self._waiting: dict[str, list[_StoreRequest]] = {}
-        """Requests that wait, by one missing key of each."""
 
     def serve(self) -> None:
         """Reply to requests until this process ends."""
@@ -268,9 +269,9 @@ class AuthenticatedStore(dist.Store):
     def __init__(self, table: RemoteTable, timeout_s: float) -> None:
         super().__init__()
         self._table, self._timeout_s = table, timeout_s
+        # References to the clones of this store. torch keeps only their C++ parts, which fail after
+        # the Python parts are collected.
         self._clones: list[AuthenticatedStore] = []
-        """References to the clones of this store. torch keeps only their C++ parts, which fail
-        after the Python parts are collected."""
 
     def set(self, key: str, value: str | bytes) -> None:
         self._table.set(key, _bytes(value))

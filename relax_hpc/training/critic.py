@@ -87,6 +87,7 @@ class CriticTrainer(Trainer):
     ) -> None:
         """Arguments as of `Trainer`. The value loss is always a mean over tokens, independent of
         the policy's loss."""
+        # A copy, so that the algorithm of the caller keeps its reduction.
         super().__init__(
             model, dataclasses.replace(algorithm, reduction="token_mean"), *settings, **named
         )

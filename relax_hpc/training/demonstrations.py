@@ -35,6 +35,7 @@ def read_demonstrations(
         raise ConfigError(
             f"{path}: {error.strerror}; the warm start needs demonstrations"
         ) from error
+    # Media are decoded here, before the training, and stay in memory.
     reader, rows = _DemonstrationReader(rules, tokenizer, {}), list[Row]()
     for number, line in enumerate(lines, start=1):
         try:

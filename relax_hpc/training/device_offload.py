@@ -32,6 +32,7 @@ class DeviceOffload:
         cannot be freed, or the host has too little memory."""
         self.device = trainer.model.device
         kept = self._storages(_state_tensors(trainer))
+        # A storage that holds both state and gradients is copied, not zeroed.
         zeroed = self._storages(_gradient_tensors(trainer))
         self._kept = list(kept.values())
         self._gradients = [storage for address, storage in zeroed.items() if address not in kept]

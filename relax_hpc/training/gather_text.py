@@ -12,6 +12,7 @@ def gather_texts(text: str, device: torch.device) -> list[str]:
     The texts travel as bytes: torch's `all_gather_object` would pickle them.
     """
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    # Collectives need equal sizes, so the lengths are exchanged first.
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device))
     longest = max(int(size) for size in sizes)

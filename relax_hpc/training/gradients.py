@@ -35,6 +35,7 @@ def _squared_norm(optimizer: Any, device: torch.device) -> torch.Tensor:
 
     Experts have a separate optimizer, which other ranks share.
     """
+    # Squared in float64 on the device, so that only the final sum is copied to the host.
     norm = torch.nn.utils.get_total_norm(optimizer.get_main_grads_for_grad_norm())
     square = norm.to(device, torch.float64).square()
     dist.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())

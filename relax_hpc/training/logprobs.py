@@ -341,6 +341,7 @@ def _chunks(tokens: int, columns: int) -> Iterator[slice]:
     if not tokens or not columns:
         return
     logits = min(max(tokens * columns // 8, SMALLEST_CHUNK), LARGEST_CHUNK)
+    # Number of chunks rounded up, then tokens of a chunk rounded up.
     size = -(-tokens // -(-tokens * columns // logits))
     yield from (slice(start, start + size) for start in range(0, tokens, size))
 
@@ -349,6 +350,8 @@ def _combine_ranks(terms: Tensor, group: Any) -> Tensor:
     """`ChunkKernels.terms` of all columns from the terms of each rank's columns, [3 + m, n]."""
     if group.size() == 1:
         return terms
+    # Each rank's sums are relative to its own maximum. They are rescaled to the common maximum
+    # before they are added, which keeps the exponentials finite.
     top = terms[0].clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
     lower = terms[0] - top
@@ -379,6 +382,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, without rounding the product to the type of the factors."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+    # `out_dtype` (torch 2.13) exists only on CUDA; a CPU converts the factors instead.
     elif total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:

@@ -97,13 +97,14 @@ class PolicyModel:
             self.spec, model, parallel, further | kernel_settings
         )
         self._chunk_kernels = _chunk_kernels(self.kernels)
+        # Seconds of the comparison with plain layers.
         self.compared_s = 0.0
-        """Seconds of the comparison with plain layers."""
         if self.kernels != "plain":
             layer = parity.LayerSlice.from_spec(self.spec, model, parallel, further)
             self.compared_s = parity.check(layer, self.kernels, self._chunk_kernels)
         sequence = parallel.tensor if self.config.sequence_parallel else 1
         first, last = self.layout.first_stage, self.layout.last_stage
+        # Split of packs over ranks, with the numbers of this rank; see `collate`.
         self.pack_split = PackSplit(
             sequence,
             parallel.context,
@@ -111,7 +112,6 @@ class PolicyModel:
             self.layout.tensor_rank % sequence,
             embeds=first,
         )
-        """Split of packs over ranks, with the numbers of this rank; see `collate`."""
         self.module = self._build(first, last)
         if first and self.spec.towers:
             self.module.towers.freeze(model.frozen_towers)
@@ -123,10 +123,10 @@ class PolicyModel:
             select_experts(entries, self.layout.local_experts(self.spec.experts))
         )
         self._replays = model.routing_replay == "on"
+        # Whether rows have routes.
         self.routed = self.spec.route_shape is not None and model.routing_replay != "off"
-        """Whether rows have routes."""
+        # Token fields that a forward pass takes from rows that have them.
         self.row_fields = (*self.spec.row_fields, *((ROUTES.name,) if self.routed else ()))
-        """Token fields that a forward pass takes from rows that have them."""
         if self.routed:
             replay.install(self.module, layers)
         self._parameters = dict(self.module.named_parameters())
@@ -158,6 +158,7 @@ class PolicyModel:
     def _load(
         self, source: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str
     ) -> None:
+        # Packed tensors are split first, so that names and shapes are those of single pieces.
         source, shapes = split_into_pieces(self.spec, source, shapes)
         check_names(self.spec, shapes, name)
         self._transfers.copy(self._live_pairs(source))
@@ -247,6 +248,7 @@ class PolicyModel:
         tensors = {
             name: torch.empty(info.shape, dtype=self.dtype) for name, info in self.tensors().items()
         }
+        # Rank 0 receives in the order in which each rank sends, one slice at a time.
         for rank, rank_bounds in enumerate(all_bounds):
             for number, (name, axis, start, stop) in enumerate(rank_bounds):
                 target = tensors[name].narrow(axis, start, stop - start)
@@ -460,6 +462,8 @@ class PolicyModel:
             data_iterator=iter(micro_batches),
             model=self.module,
             num_microbatches=len(micro_batches),
+            # megatron-core 0.16.1 needs a shape here, but with `variable_seq_lengths` pipeline
+            # stages exchange the real one.
             seq_length=micro_batches[0].tokens.shape[1],
             micro_batch_size=micro_batches[0].tokens.shape[0],
             forward_only=True,

@@ -45,6 +45,7 @@ def offload_main_parameters(optimizers: Sequence[Any]) -> dict[Tensor, Tensor]:
         return {}
     copies = _allocate_on_host(mains, any(main.is_cuda for main in mains), "main parameters")
     for main, copy in zip(mains, copies, strict=True):
+        # `expand` keeps the shape without memory for the elements.
         copy.copy_(main)
         main.data = main.new_empty(1).expand(main.shape)
     return dict(zip(mains, copies, strict=True))

@@ -48,11 +48,14 @@ class OffloadedAdamW(PiecewiseAdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """See `torch.optim.Optimizer.step`. Returns after the last piece is back on the host."""
+        # Uploads, updates and downloads of consecutive pieces overlap on three streams. Two sets of
+        # buffers alternate; an event protects a set until its download is complete.
         uploads, downloads = torch.cuda.Stream(), torch.cuda.Stream()
         compute = torch.cuda.current_stream()
         downloaded = [torch.cuda.Event(), torch.cuda.Event()]
         buffers: list[list[Tensor]] = []
         for number, piece in enumerate(self.pieces()):
+            # Without a copy in the model, the parameter itself is on the GPU.
             host = piece.states if piece.copy is not None else piece.states[: len(MOMENTS)]
             if not buffers:
                 buffers = [self._allocate_buffers(piece) for _ in downloaded]

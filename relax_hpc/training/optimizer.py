@@ -63,6 +63,7 @@ def build_optimizer(
         adam_beta2=config.beta2,
         adam_eps=config.eps,
         weight_decay=config.weight_decay,
+        # Unused here: the trainer clips, and calls `step_with_ready_grads`.
         clip_grad=config.clip_grad,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,

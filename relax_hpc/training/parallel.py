@@ -18,9 +18,9 @@ from relax_hpc.base.imports import fast_imports, hidden_package
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.training.cpu import single_process
 
+# References to the stores of the groups. torch keeps only the C++ part of a store, which fails
+# after the Python part is collected.
 _stores: list[dist.Store | None] = []
-"""References to the stores of the groups. torch keeps only the C++ part of a store, which fails
-after the Python part is collected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class RankLayout:
     @property
     def _stage_rank(self) -> int:
         """Number of this rank in its stage, in megatron-core's order: neighbours share experts."""
+        # Tensor ranks vary fastest, then context ranks, then data ranks.
         return self.dense.copy_rank * self.tensor_size + self.tensor_rank
 
     @property
@@ -123,6 +124,7 @@ def initialize(
         single_process.initialize(timeout)
     else:
         _stores.append(store)
+        # NCCL works only with GPUs, gloo is torch's backend for CPUs.
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     _create_groups(parallel, seed, timeout_s)

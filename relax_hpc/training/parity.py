@@ -36,8 +36,8 @@ COLUMNS = 1000
 FACTOR = 2.0
 """Largest ratio of the kernels' distance from float32 to that of plain layers. Both distances are
 norms over many elements, so chance changes them little."""
+# Distance between float32 sums in different orders.
 _FLOOR = 1e-5
-"""Distance between float32 sums in different orders."""
 _RELEASES = {"fused": "triton", "te": "transformer-engine"}
 _NUMBER = re.compile(r"\d+")
 

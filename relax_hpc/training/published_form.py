@@ -15,6 +15,7 @@ def published_form(spec: ModelSpec, dtype: str) -> FileForm:
     holders: dict[str, TensorInfo] = {}
     inner: dict[str, InnerTensor] = {}
     for name, form in published_forms(spec).items():
+        # A tensor with one piece has the same form in files as in memory.
         if len(form.pieces) == 1:
             continue
         holders[name] = TensorInfo(dtype, form.shape)

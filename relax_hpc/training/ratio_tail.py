@@ -13,8 +13,8 @@ from relax_hpc.algorithms.batch import TokenBatch
 QUANTILES = {"train_rollout_ratio_p99": 0.01, "train_rollout_ratio_p999": 0.001}
 """Name of a metric -> share of the step's tokens with a larger ratio."""
 
+# Log-ratio at which ratios are clipped, as in the loss.
 _LARGEST = 20.0
-"""Log-ratio at which ratios are clipped, as in the loss."""
 
 
 class RatioTail:
@@ -48,6 +48,8 @@ class RatioTail:
         if self._log_ratios:
             flat = torch.cat(self._log_ratios)
             largest = flat.topk(min(count, len(flat))).values
+        # The quantile of all ranks is among the largest `count` values of each rank. Padding with
+        # 0, a ratio of 1, gives all ranks the same size for the gather.
         largest = torch.nn.functional.pad(largest, (0, count - len(largest)))
         data = parallel_state.get_data_parallel_group()
         gathered = [torch.empty_like(largest) for _ in range(data.size())]

@@ -55,6 +55,8 @@ class OverlappedReduction(Reduction):
         # comes first in the forward pass, backwards.
         groups.sort(key=lambda group: -min(numbers[parameter] for parameter in group.params))
         self._starts = [group.start_grad_sync for group in groups]
+        # megatron-core's backward hooks call `start_grad_sync` when a bucket is complete. Here the
+        # call only marks the bucket as ready.
         for number, group in enumerate(groups):
             group.start_grad_sync = partial(self._mark_ready, number)
         self._reset()
@@ -105,8 +107,8 @@ class OverlappedReduction(Reduction):
             self._starts[self._started - 1]()
 
     def _reset(self) -> None:
+        # Number of buckets whose sums have started, in their order.
         self._started = 0
-        """Number of buckets whose sums have started, in their order."""
         self._ready: set[int] = set()
 
 

@@ -35,6 +35,7 @@ def round_stochastically(values: Tensor, step: int) -> Tensor:
     >>> rounded.unique().tolist(), rounded.dtype
     ([1.0], torch.bfloat16)
     """
+    # In place on one temporary tensor: the states of an optimizer are large.
     bits = values.view(torch.int32)
     mixed = bits + step_salt(step)
     for shift, factor in MIXERS:

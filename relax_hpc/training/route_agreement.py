@@ -29,8 +29,8 @@ class RouteAgreement:
         """``lengths`` of the rows, tokens."""
         self._stretches = np.maximum(1, np.array(lengths) // STRETCH)
         self._firsts = np.cumsum(self._stretches) - self._stretches
+        # Numbers of equal routes and of compared routes: float32 [2, stretches of all rows].
         self.table = torch.zeros(2, int(self._stretches.sum()))
-        """Numbers of equal routes and of compared routes: float32 [2, stretches of all rows]."""
 
     def add(
         self, batch: Batch, rows: Sequence[int], split: PackSplit, router_tokens: slice
@@ -47,6 +47,7 @@ class RouteAgreement:
         has_route = batch.routes.has_route.cpu().numpy()
         lines = np.repeat(np.arange(len(layout.widths)), layout.widths)[local][has_route]
         positions, numbers = layout.positions()[local][has_route], np.array(rows)[lines]
+        # The last stretch of a row also contains the tokens of an incomplete stretch.
         stretches = np.minimum(positions // STRETCH, self._stretches[numbers] - 1)
         columns = torch.from_numpy(self._firsts[numbers] + stretches)
         equal = torch.stack([*batch.routes.equal.values()]).sum(0).cpu()[has_route]

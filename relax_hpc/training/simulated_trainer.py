@@ -20,6 +20,7 @@ class SimulatedTrainer(Trainer):
         super().__init__(
             model, config.algorithm, config.actor.optimizer, config.rollout.temperature
         )
+        # Each data-parallel rank has its share of the step's episodes.
         episodes = config.prompts_per_step * config.samples_per_prompt / config.actor.parallel.data
         self._episode_s = config.actor.simulated_step_s / episodes
 

@@ -68,6 +68,7 @@ class SwappedWeights:
         for copy, parameter in zip(copies, self._parameters, strict=True):
             # Not stored between calls: the optimizer may have moved the parameter into its buffers.
             live = parameter.detach()
+            # All copies are queued on one stream, so the clone is complete before it is read.
             present = live.clone()
             live.copy_(copy, non_blocking=True)
             copy.copy_(present, non_blocking=True)

@@ -57,6 +57,7 @@ class Trainer:
         self.algorithm = algorithm
         copies = max(model.layout.dense.copies, model.layout.experts.copies)
         settings = DistributedDataParallelConfig(
+            # Gradients are summed over many micro-batches, which bfloat16 would round each time.
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
             # A single copy of the weights needs no sum, so there is nothing to overlap.
@@ -74,8 +75,8 @@ class Trainer:
         self._measures_entropy = algorithm.needs_entropy or (
             model.entropy_is_free and not algorithm.from_file
         )
+        # Names of all metrics so far, equal on all ranks.
         self._names: list[str] = []
-        """Names of all metrics so far, equal on all ranks."""
         self._reset_sums()
 
     @classmethod
@@ -154,6 +155,7 @@ class Trainer:
         weight = totals["weight"]
         norm = self._gradient_norm(weight)
         is_empty, is_finite = weight <= 0, math.isfinite(norm)
+        # All ranks have the same norm and weight, so all of them skip the same updates.
         if is_finite and not is_empty:
             self._update(lr, clip_factor(norm, self.settings.clip_grad) / weight)
         self._reset_sums()

@@ -47,6 +47,7 @@ def _adamw(P, G, M, V, count, decay, rate, root, eps, beta1, beta2, salt, BLOCK:
     p, g = tl.load(P + at, mask=inside), tl.load(G + at, mask=inside)
     m = tl.load(M + at, mask=inside).to(tl.float32)
     v = tl.load(V + at, mask=inside).to(tl.float32)
+    # The order of operations of torch's AdamW, so that results differ only by rounding.
     m = m + (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
     tl.store(P + at, decay * p - rate * m / (tl.sqrt(v) / root + eps), mask=inside)

@@ -11,8 +11,8 @@ from torch import Tensor
 from relax_hpc.training.logprobs import Chunk, Terms, Upstream
 
 _BLOCK = 4096
+# Replacement of minus infinity, whose difference to itself is not a number.
 _LOWEST = tl.constexpr(-1e30)
-"""Replacement of minus infinity, whose difference to itself is not a number."""
 
 
 class TritonKernels:
@@ -101,11 +101,13 @@ def _terms(
             mean = (mean + (top - new) * total) * scale + p * (z - new)
         total = total * scale + p
         top = new
+    # Combine the lanes: rescale their sums to the common maximum.
     best = tl.max(top, 0)
     scale = tl.exp(top - best)
     tl.store(TOP + row, best)
     tl.store(TOTAL + row, tl.sum(total * scale, 0))
     tl.store(MEAN + row, tl.sum((mean + (top - best) * total) * scale, 0))
+    # A target of -1 belongs to another rank; the mask gives 0 for it.
     for number in range(row * TARGETS, row * TARGETS + TARGETS):
         target = tl.load(T + number)
         tl.store(

@@ -129,6 +129,7 @@ def _draw(rows: list[Row], size: int, steps: int, seed: int) -> list[list[Row]]:
     """`steps` random batches. Every row is drawn once before a row is drawn again."""
     rng = random.Random(seed)
     order: list[Row] = []
+    # Whole permutations, so that every demonstration is used equally often.
     while len(order) < size * steps:
         order += rng.sample(rows, len(rows))
     return [order[start : start + size] for start in range(0, size * steps, size)]

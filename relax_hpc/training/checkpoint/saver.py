@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _POLL_S = 0.05
+# Part of torch's error message (torch 2.13) if the disk took only a part of a file.
 _SHORT_WRITE = "inline_container.cc"
-"""Part of torch's error message (torch 2.13) if the disk took only a part of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +108,17 @@ class Saver:
         self.trainer, self.channel = trainer, channel
         self.timeout_s, self.on_failure = timeout_s, on_failure
         self.max_failures, self.stands = max_failures, stands
+        # Saves in a row that failed or have not succeeded yet.
         self.failed = 0
-        """Saves in a row that failed or have not succeeded yet."""
+        # Failures in a row that a full disk did not cause.
         self._failed_permanently = 0
-        """Failures in a row that a full disk did not cause."""
         self._next_is_due = False
+        # Whether a caller waits for this save without a limit.
         self._is_awaited = False
-        """Whether a caller waits for this save without a limit."""
+        # Seconds that the last save took, from copying to the end.
         self.seconds = 0.0
-        """Seconds that the last save took, from copying to the end."""
+        # Reason why the last save failed.
         self.failure = ""
-        """Reason why the last save failed."""
         model = trainer.model
         self._writer = StateWriter(channel, model.layout.dense.copies, model.device.type == "cuda")
         device = torch.cuda.current_device() if model.device.type == "cuda" else None

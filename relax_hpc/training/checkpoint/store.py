@@ -35,10 +35,10 @@ MARKER = "COMPLETE.json"
 _PIECE_BYTES = 4 << 20
 _SHARDING = "fully_reshardable"
 _NO_STEPS = torch.zeros(())
+# Settings of checkpoints that were saved before these settings existed.
 _DEFAULTS = {"actor.optimizer.states": "float32"}
-"""Settings of checkpoints that were saved before these settings existed."""
+# Names of files of each rank. Rank 0 writes all other files.
 _RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp$|random-(\d+)\.safetensors$")
-"""Names of files of each rank. Rank 0 writes all other files."""
 
 
 class CheckpointError(RelaxError):
@@ -81,6 +81,7 @@ def remove_others(root: Path, keep: Collection[str], incarnation: int, role: str
         match = pattern.match(path.name)
         if path.name in keep or match is None or int(match[1]) > incarnation:
             continue
+        # A checkpoint without a marker is never loaded.
         with contextlib.suppress(OSError):
             (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)

@@ -49,6 +49,7 @@ class StagedState:
 
     def write_common(self, folder: Path) -> None:
         """Write the values that are not sharded. Only rank 0 calls it."""
+        # megatron-core's reader finds the format by this configuration file.
         TorchCommonSaveStrategy("torch", 1).save_common(self.common, folder)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
@@ -56,6 +57,7 @@ class StagedState:
         """Write this rank's shards; collective over the channel."""
         torch_checkpoint.save(
             self.shards,
+            # The saver syncs all files later, together with their checksums.
             storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=False),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=self.channel.group,

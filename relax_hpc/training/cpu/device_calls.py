@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+# torch without types, because this module replaces its functions by others.
 _torch: Any = torch
-"""torch without types, because this module replaces its functions by others."""
 _CPU = torch.device("cpu")
 _FACTORIES = frozenset(
     (

@@ -46,8 +46,11 @@ class CausalAttention(torch.nn.Module):
         **__: Any,
     ) -> Tensor:
         """[t, 1, heads, dim] each, fewer heads in key and value -> [t, 1, heads * dim]."""
+        # The batch dimension of a pack is 1. `packed_seq_params` contains the rows, because its
+        # `qkv_format` is unknown to megatron-core.
         rows, (q, k, v) = packed_seq_params, (x.squeeze(1) for x in (query, key, value))
         if rows.order is not None:
+            # One collective for keys and values. Then each piece takes its own keys.
             gathered = GatherFirst.apply(torch.stack([k, v], dim=1), self.context)
             k, v = gathered.index_select(0, rows.order).unbind(1)
         return self.attend(q, k, v, rows).flatten(1).unsqueeze(1)

@@ -100,6 +100,7 @@ def collate(
     """
     lengths = [len(row["token_ids"]) for row in rows]
     layout = PackLayout.from_lengths(lengths, split)
+    # Tables [b, s] are whole on every rank; tensors of the pack have only this rank's tokens.
     local = layout.rank_indices(split.rank)
     mask = _pad_field(rows, "loss_mask", 0.0, np.float32)
     counts = mask.sum(1) if episode_tokens is None else np.array(episode_tokens, np.float32)
@@ -168,6 +169,7 @@ def idle_batch(
             first[name] = row[name][:1]
     first |= {"loss_mask": np.zeros(1, np.uint8), "spans": []}
     batch = collate([first], PAD, device, split, also)
+    # No row and only padding: results of this batch are dropped, and routers count no token.
     batch.lengths = []
     batch.shares.fill_(-1.0)
     return batch
@@ -213,6 +215,7 @@ def _collate_media(
     if media is None:
         raise ValueError("rows name media in their spans, but no media were given")
     inputs = media_inputs(rows, media, layout, split, device) if split.embeds else None
+    # A row without media has the same position on all three axes.
     positions = np.tile(layout.positions(), (3, 1))
     for start, row in zip(layout.starts, rows, strict=False):
         if row.get("spans"):
@@ -249,6 +252,7 @@ def _scored_tokens(
     for line, (start, row) in enumerate(zip(layout.starts, rows, strict=False)):
         length, mask = len(row["token_ids"]), row.get("loss_mask")
         wanted = np.ones(length, np.bool_) if mask is None else np.asarray(mask) > 0
+        # A state predicts the next token, so the first token of a row is never predicted.
         inside = np.flatnonzero(wanted[1:])
         predicted[start + inside] = line * longest + inside + 1
     states = np.flatnonzero(predicted[local] >= 0)

@@ -89,18 +89,22 @@ class Router(TopKRouter):
         probs, chosen = super().routing(logits)
         if padding_mask is None or not torch.is_grad_enabled():
             return probs, chosen
+        # `Batch.shares` is -1 for padding.
         real = padding_mask >= 0
         counts = (chosen & real[:, None]).sum(0)
         loss = logits.new_zeros((), dtype=torch.float32)
         if self.coefficient:
             weight = (padding_mask > 0).sum() if self.by_token else padding_mask.clamp(min=0).sum()
             loss = self._balance_loss(logits.flatten(0, 1), real, counts, weight)
+            # An identity of the probabilities. Its backward pass adds the gradient of the loss.
             probs = MoEAuxLossAutoScaler.apply(probs, loss)
         self._count(counts, loss.detach())
         return probs, chosen
 
     def _balance_loss(self, logits: Tensor, real: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         """This rank's part of the balance loss; ``logits`` [t, E]."""
+        # Tensor and context ranks have different tokens of the same micro-batch. One collective
+        # sums the counts of the experts, the tokens and the weight.
         totals = torch.cat([counts.float(), real.sum().float()[None], weight.float()[None]])
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(totals, group=self.tp_cp_group)

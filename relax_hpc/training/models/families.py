@@ -43,6 +43,7 @@ FAMILIES = {family.model_type: family for family in _FAMILIES}
 docs/reference/towers.md describes the work for Qwen3.5."""
 _OVERRULES: dict[Use, str] = {"train": "model.ignore_keys", "convert": "--ignore-keys"}
 
+# Reason why no trained value depends on some keys -> those keys.
 _HARMLESS = {
     "describe the file, or how weights are stored and run, which the run's settings decide": """
         model_type _name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16
@@ -63,7 +64,6 @@ _HARMLESS = {
         return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
         exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix""",
 }
-"""Reason why no trained value depends on some keys -> those keys."""
 HARMLESS = frozenset(" ".join(_HARMLESS.values()).split())
 """Keys that any config.json may have, with any value, unless a family has a rule for one."""
 
@@ -81,11 +81,11 @@ _NOT_NULL_KEYS = """
     system_token_id temporal_patch_size tie_word_embeddings tts_bos_token_id tts_eos_token_id
     tts_pad_token_id use_cache use_sliding_window user_token_id video_token_id vision_end_token_id
     vision_start_token_id vocab_size"""
+# Keys for which transformers 5.12 does not load null in at least one family, because the type of
+# the field is not optional.
 _NOT_NULL = frozenset(_NOT_NULL_KEYS.split())
-"""Keys for which transformers 5.12 does not load null in at least one family, because the type of
-the field is not optional."""
+# Further such keys by `model_type`. Other families load null for them.
 _NOT_NULL_IN = {"qwen3": frozenset(["head_dim"]), "qwen3_vl": frozenset(["head_dim"])}
-"""Further such keys by `model_type`. Other families load null for them."""
 
 
 def checked_config(
@@ -130,6 +130,7 @@ def config_problems(
     if model_type not in allowed:
         yield f"model_type is {_shown(model_type)}, supported to {use}: {', '.join(allowed)}"
         return
+    # Nulls are checked separately: most of them count as absent.
     with_nulls = _without(hf_config, ignore_keys, keep_nulls=True)
     for prefix, section in FAMILIES[model_type].sections().items():
         mapping = _mapping_at(config, prefix)
@@ -196,7 +197,7 @@ def _rope_theta_problems(mapping: Mapping[str, Any]) -> Iterator[str]:
 def _null_rope_theta(mapping: Mapping[str, Any]) -> str:
     """Key of a null `rope_theta`, which prevents the default of transformers; empty if it has none.
 
-    A null in the rotary embedding's mapping has priority over the key beside it.
+    A null in the mapping of the rotary embedding has priority over the key outside of it.
     """
     name = next((name for name in reversed(ROPE) if mapping.get(name)), "")
     rope = mapping[name] if name and isinstance(mapping[name], dict) else {}

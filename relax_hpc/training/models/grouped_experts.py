@@ -27,6 +27,7 @@ class GroupedExperts(SequentialMLP):
         [experts].
         """
         tokens = permuted_local_hidden_states
+        # torch's kernel takes the end of each expert's tokens as int32.
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
         gate_up = F.grouped_mm(tokens, self._weights("linear_fc1"), offs=ends)
         gate, up = gate_up.chunk(2, -1)

@@ -108,9 +108,11 @@ def write_directory(
             for path in source.glob(pattern):
                 copy_regular(path, partial / path.name)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    # Keeps the key of the source: transformers 5 writes `dtype`, earlier releases `torch_dtype`.
     key = "dtype" if "dtype" in hf_config else "torch_dtype"
     (partial / "config.json").write_text(json.dumps(hf_config | {key: dtype}, indent=2) + "\n")
     save_file(dict(tensors), partial / "model.safetensors", metadata={"format": "pt"})
+    # Synced before the rename: a directory with the final name has complete files.
     for path in partial.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

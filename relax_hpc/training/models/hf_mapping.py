@@ -78,6 +78,7 @@ def stage_entries(
         for tower in spec.towers:
             entries += tower.entries()
         entries.append(FusedParameter("embedding.word_embeddings.weight", (embedding,)))
+    # megatron-core numbers the layers of each stage from 0, Hugging Face those of the whole model.
     for local, index in enumerate(layers):
         ours, theirs = f"decoder.layers.{local}.", f"{spec.decoder}layers.{index}."
         entries += spec.layer_entries(ours, theirs, NAMES[modules])
@@ -87,6 +88,7 @@ def stage_entries(
     if last and not spec.tied:
         output = Piece(spec.output, (spec.vocab, spec.hidden), 0)
         entries.append(FusedParameter("output_layer.weight", (output,)))
+    # A tied output layer on another stage than the embedding is a copy of it.
     if last and spec.tied and not first:
         entries.append(FusedParameter("output_layer.weight", (embedding,)))
     return entries
@@ -158,6 +160,7 @@ def fuse(entry: FusedParameter, pieces: Sequence[Tensor], spec: ModelSpec) -> Te
     key, value]."""
     import torch
 
+    # megatron-core's attention expects the rows of each key-value group together.
     groups = sum(map(len, pieces)) // spec.group_rows if entry.fuse == "qkv" else 0
     if groups:
         by_group = [piece.unflatten(0, (groups, -1)) for piece in pieces]

@@ -21,6 +21,7 @@ def prepare(kernels: Kernels, device: str) -> None:
     ConfigError: a module is missing or broken, or the kernels do not run on ``device``, "cpu" or
     "cuda".
     """
+    # An import error must appear here with the name of the setting, not later in megatron-core.
     for name in _MODULES.get(kernels, ()):
         # A package that was built for another torch can fail with any exception of its loader.
         try:

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 from relax_hpc.training.models.rules import NUMBER, ROPE, Rule, one_of, rope, rope_kind
 from relax_hpc.training.models.spec import ModelSpec
 
+# Rules for the scaling of the rotary embedding. All published models have these values; megatron-
+# core 0.16.1 supports no others.
 _SCALING = {
     "factor": NUMBER,
     "low_freq_factor": one_of(1.0),
     "high_freq_factor": one_of(4.0),
     "original_max_position_embeddings": one_of(8192),
 }
-"""Rules for the scaling of the rotary embedding. All published models have these values;
-megatron-core 0.16.1 supports no others."""
 _ROPE_RULES: dict[str, Rule] = {}
 for _name in ROPE:
     _ROPE_RULES |= {f"{_name}.{key}": one_of("default", "llama3") for key in ("rope_type", "type")}

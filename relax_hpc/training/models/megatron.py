@@ -17,8 +17,8 @@ from relax_hpc.training.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NONE: Mapping[str, Any] = MappingProxyType({})
+# Errors by which megatron-core 0.16.1 refuses settings of its transformer configuration.
 _REFUSALS = (AssertionError, ValueError, TypeError, ImportError)
-"""Errors by which megatron-core 0.16.1 refuses settings of its transformer configuration."""
 _FUSION_OFF = {
     # Fused kernels that need Apex or a compiler. For our kernels see
     # `relax_hpc.training.models.kernels`.
@@ -113,6 +113,7 @@ def _refused_settings(standard: Mapping[str, Any], family: Mapping[str, Any]) ->
     not the cause.
     """
     refused = []
+    # Each setting is left out once, to find those that cause the refusal.
     for name in family:
         remaining = {key: value for key, value in family.items() if key != name}
         if not _refusal({**standard, **remaining}):
@@ -133,6 +134,7 @@ def _standard_settings(
         "num_attention_heads": spec.heads,
         "num_query_groups": spec.groups,
         "kv_channels": spec.head_dim,
+        # All families: RMS norms, a gated SiLU, no biases and no dropout.
         "normalization": "RMSNorm",
         "layernorm_epsilon": spec.eps,
         "gated_linear_unit": True,
@@ -142,14 +144,17 @@ def _standard_settings(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": spec.init_std,
+        # Stages exchange hidden states in the type of the parameters.
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        # None divides the layers equally.
         "num_layers_in_first_pipeline_stage": parallel.first_stage_layers or None,
         "num_layers_in_last_pipeline_stage": parallel.last_stage_layers or None,
         "context_parallel_size": parallel.context,
+        # megatron-core refuses sequence parallelism with one tensor-parallel rank.
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
         # Losses are sums; the trainer divides once by the step's weight.
         "calculate_per_token_loss": True,

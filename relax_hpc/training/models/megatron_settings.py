@@ -29,6 +29,7 @@ _DECLARED: dict[tuple[str, str], Owner] = {
         "DistributedDataParallelConfig",
     ): "gradients",
 }
+# Reason why users cannot set some settings -> those settings.
 _DECIDED = {
     "config.json of the model decides it": """
         activation_func activation_func_clamp_value add_bias_linear add_qkv_bias
@@ -91,7 +92,6 @@ _DECIDED = {
         num_distributed_optimizer_instances outer_dp_sharding_strategy
         reuse_grad_buf_for_mxfp8_param_ag use_custom_fsdp use_megatron_fsdp""",
 }
-"""Reason why users cannot set some settings -> those settings."""
 DECIDED: dict[str, str] = {}
 """Settings that users cannot set -> the reason."""
 for _reason, _names in _DECIDED.items():

@@ -71,6 +71,8 @@ class PackLayout:
         """
         pieces = 2 * split.context if split.context > 1 else 1
         widths = [-(-length // pieces) * pieces for length in lengths]
+        # Every rank gets the same number of tokens: two pieces per context rank, and an equal share
+        # of these for each sequence-parallel rank.
         multiple = split.context * math.lcm(split.sequence, 2 if split.context > 1 else 1)
         padding = -sum(widths) % multiple
         if padding:
@@ -95,6 +97,8 @@ class PackLayout:
         """First indices and sizes of the pieces of rows that a rank has."""
         if self.context == 1:
             return self.starts, self.widths
+        # Early tokens attend to few keys, late tokens to many. A piece from the front and its
+        # mirror image from the end together have the same work on every rank.
         size = self.widths // (2 * self.context)
         front = self.starts + rank * size
         mirrored = self.starts + (2 * self.context - 1 - rank) * size

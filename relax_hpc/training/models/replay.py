@@ -42,6 +42,7 @@ class Routes:
         """Numbers of the experts in a layer, [t, chosen] int64, and whether tokens have a route,
         [t, 1] bool."""
         packed = self.packed[:, layer]
+        # Numbers of 256 or more need a second byte.
         numbers = packed[..., 0].long()
         if packed.shape[-1] > 1:
             numbers = numbers + 256 * packed[..., 1].long()
@@ -55,8 +56,8 @@ class RoutedLayer:
     def __init__(self, layer: int) -> None:
         """``layer``: its number in the whole model."""
         self.layer = layer
+        # Routes of the present pass.
         self.routes: Routes | None = None
-        """Routes of the present pass."""
 
     def set_routes(
         self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -82,6 +83,7 @@ class RoutedLayer:
         by_routes, has_route = self.routes.layer_experts(self.layer)
         matches = by_scores[:, :, None] == by_routes[:, None]
         self.routes.equal[self.layer] = matches.any(-1).all(-1)
+        # With `model.routing_replay` "record" only the agreement is measured.
         if not self.routes.replays:
             return values, by_scores
         experts = torch.where(has_route, by_routes, by_scores)

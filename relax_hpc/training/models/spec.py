@@ -286,6 +286,8 @@ class ModelSpec:
         """Parameters of a layer's attention; see `layer_entries`."""
         query, value = self.heads * self.head_dim, self.groups * self.head_dim
         prefix = f"{theirs}self_attn."
+        # In each block of the fused matrix: rows of the group's queries, then its key, then its
+        # value.
         qkv, first = [], 0
         for letter, rows in (("q", query), ("k", value), ("v", value)):
             blocks = Blocks(self.groups, self.group_rows, first)

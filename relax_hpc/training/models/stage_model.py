@@ -92,6 +92,7 @@ def build_stage(
         share_embeddings_and_output_weights=tied,
         **rotary,
     )
+    # Replaces megatron-core's module, whose frequencies it takes over.
     model.rotary_pos_emb = PackRotary(model.rotary_pos_emb, device, rotary_sections)
     if isinstance(model, MediaModel):
         model.add_towers(Towers(towers, config))

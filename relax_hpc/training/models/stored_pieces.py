@@ -56,6 +56,7 @@ def split_into_pieces(
             packed[name] = form
     if not packed:
         return source, shapes
+    # `source` may be lazy, so that no tensor is read here.
     pieces: dict[str, Any] = {name: source[name] for name in source if name not in packed}
     sizes = {name: shape for name, shape in shapes.items() if name not in packed}
     for name, form in packed.items():

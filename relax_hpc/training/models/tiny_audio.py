@@ -13,10 +13,10 @@ PREFIX = "audio_tower."
 """Part of the names of its tensors. Their weights are drawn so that activations keep their size (He
 et al., arXiv 1502.01852, section 2.2). With smaller weights a sound would be a ten-millionth of its
 positions, and a short run would learn nothing from it."""
+# Keys of config.json for the ids of these tokens.
 _NAMES = ("audio_start_token_id", "audio_end_token_id", "audio_token_id")
-"""Keys of config.json for the ids of these tokens."""
+# Mel bins, channels of the convolutions, heads.
 _BINS, _CHANNELS, _HEADS = 64, 8, 2
-"""Mel bins, channels of the convolutions, heads."""
 
 
 def omni_config(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[str, Any]:

@@ -157,6 +157,7 @@ def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
         import torch
         from safetensors.torch import save_file
 
+    # The order of the names decides which tensor gets which random numbers.
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, size: tuple[int, ...]) -> torch.Tensor:

@@ -21,6 +21,7 @@ _CHAT_WORDS = (
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     *('{"name": "', '", "arguments": {"', '": "', '": [', '"}}', "]}}"),
 )
+# Chat template: turns, tool calls, tool results within the user's turns, and media.
 _TEMPLATE = """\
 {%- macro said(content) -%}
 {%- if content is string -%}{{ content }}
@@ -51,7 +52,6 @@ _TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\\n" }}{%- endif -%}
 """
-"""Chat template: turns, tool calls, tool results within the user's turns, and media."""
 
 
 def vocabulary(extra_special: Sequence[str], chat: bool, extra_texts: Sequence[str]) -> list[str]:

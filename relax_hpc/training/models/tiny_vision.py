@@ -8,13 +8,13 @@ from relax_hpc.config.schema import TinyModelConfig
 
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """Special tokens, in the order of their ids."""
+# Keys of config.json for the ids of these tokens.
 _NAMES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-"""Keys of config.json for the ids of these tokens."""
 _PATCH, _MERGE, _TEMPORAL, _HEADS = 16, 2, 2, 2
+# Learned positions of patches: a square of 16 x 16.
 _POSITIONS = 256
-"""Learned positions of patches: a square of 16 x 16."""
+# Limits for the pixels of an image: one token and 1,024 tokens.
 _PIXELS = {"shortest_edge": 1024, "longest_edge": 1 << 20}
-"""Limits for the pixels of an image: one token and 1,024 tokens."""
 
 
 def vision_language_config(

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from relax_hpc.training.models.norm import RMSNorm
 
+# Elements that a program processes in one step.
 _BLOCK = 4096
-"""Elements that a program processes in one step."""
 _PROGRAMS_PER_PROCESSOR = 4
 
 
@@ -112,10 +112,12 @@ class _RMSNorm(torch.autograd.Function):
 def _norm_forward(
     X, W, Y, SCALE, rows, columns, stride, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    # 64-bit: the offset of an element may exceed 32 bits.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     x = tl.load(X + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    # Columns beyond the row are 0, so they do not change the sum.
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / columns + eps)
     w = tl.load(W + column, mask=column < columns, other=0.0).to(tl.float32)
     y = x * scale[:, None] * w[None, :]
@@ -141,6 +143,8 @@ def _norm_backward(
 ):
     column = tl.arange(0, COLUMNS)
     w = tl.load(W + column, mask=column < columns, other=0.0).to(tl.float32)
+    # The gradient of the weight is a sum over all rows. Each program sums its rows in registers and
+    # stores one partial sum; atomic additions would make the order of the sum random.
     d_w = tl.zeros((COLUMNS,), tl.float32)
     first = tl.program_id(0).to(tl.int64)
     for start in range(first * ROWS, rows, programs * ROWS):
@@ -180,6 +184,8 @@ class _Rotary(torch.autograd.Function):
 
 def _rotate(t: Tensor, freqs: Tensor, sign: float) -> Tensor:
     s, batch, heads, dim = t.shape
+    # The kernel needs consecutive elements of a head; other strides may be arbitrary, so that views
+    # of the fused queries, keys and values need no copy.
     t = t if t.stride(3) == 1 else t.contiguous()
     out = torch.empty_like(t, memory_format=torch.contiguous_format)
     blocks = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(dim // 2)}
@@ -204,6 +210,7 @@ def _rotate_token(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
+    # One program rotates all heads of one token.
     number = tl.program_id(0).to(tl.int64)
     token, line = number // batch, number % batch
     lane, head = tl.arange(0, HALF), tl.arange(0, HEADS)
@@ -261,6 +268,7 @@ def _swiglu_backward(X, DY, DX, size, columns, BLOCK: tl.constexpr):
     a = tl.load(X + index, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(X + index + columns, mask=inside, other=0.0).to(tl.float32)
     d_y = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
+    # The activation is computed again instead of stored: it needs only the inputs.
     q = tl.sigmoid(a)
     tl.store(DX + index, (d_y * b * q * (1.0 + a * (1.0 - q))).to(DX.dtype.element_ty), mask=inside)
     tl.store(DX + index + columns, (d_y * a * q).to(DX.dtype.element_ty), mask=inside)

@@ -22,8 +22,8 @@ from relax_hpc.training.models.rules import (
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.models.towers.vision import VisionTower
 
+# Sections of a model without `mrope_section`, as in transformers 5.
 _USUAL_SECTIONS = (24, 20, 20)
-"""Sections of a model without `mrope_section`, as in transformers 5."""
 _SECTIONS = Rule(
     "three positive integers",
     lambda value: isinstance(value, list) and len(value) == 3 and all(map(SIZE.fits, value)),

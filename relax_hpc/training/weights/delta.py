@@ -34,8 +34,8 @@ class AnchorDeltas:
     ) -> None:
         """``every``: number of versions from one anchor to the next; 0: no anchors."""
         self.every, self.anchor = every, Version(0, 0)
+        # Bytes of all deltas so far, and of the records that they replace.
         self.bytes = self.whole_bytes = 0
-        """Bytes of all deltas so far, and of the records that they replace."""
         self._ring = ring
         self._copy = pool.take(max(1, ring.bytes)).memory if every else memoryview(b"")
         self._items = [
@@ -80,6 +80,7 @@ def encode(old: memoryview, new: memoryview, item: int) -> bytes:
     old_blocks, new_blocks = _blocks(old), _blocks(new)
     changed = (old_blocks != new_blocks).any(axis=1)
     difference = old_blocks[changed] ^ new_blocks[changed]
+    # Transposed: first the first bytes of all numbers, then the second bytes.
     planes = difference.reshape(-1, item).T.tobytes()
     head = _HEAD.pack(_MAGIC, len(new), item, int(changed.sum()))
     body = zstandard.ZstdCompressor(level=_LEVEL).compress(planes)
@@ -98,6 +99,7 @@ def apply(old: bytearray, delta: memoryview) -> None:
         raise ValueError(f"delta: not one of a record of {len(old)} bytes")
     blocks = -(-size // BLOCK_BYTES)
     start = _HEAD.size + -(-blocks // 8)
+    # Sizes are checked before and after decompression, because the data comes from a socket.
     flags = np.frombuffer(delta[_HEAD.size : start], np.uint8)
     changed = np.flatnonzero(np.unpackbits(flags, count=blocks))
     try:

@@ -56,10 +56,10 @@ class FileWriter:
         """``channel``: used only by this writer."""
         self.run, self.client, self.channel, self.settings = run, client, channel, settings
         self._puller, self._form = Puller(planes, settings.read_timeout_s), form
+        # Further tensors of the files of versions, only in the leader.
         self._untrained = UntrainedTensors(
             run.model, form.untrained if client else (), run.weights / FILE
         )
-        """Further tensors of the files of versions, only in the leader."""
         self.work = BackgroundThread("weights, files", self._write, device)
 
     def offer(
@@ -94,6 +94,7 @@ class FileWriter:
             if not message["write"]:
                 disk.note_success()
                 return
+            # All ranks divide the version in the same way, so no rank needs to be told its tensors.
             division = FileDivision(self.channel.size, message["more"], self._form)
             manifest = Manifest.decode(message["manifest"])
             number = self._try_write(task, manifest, folder / _PARTIAL, division)

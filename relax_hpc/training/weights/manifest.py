@@ -106,6 +106,7 @@ class Manifest:
         error = coverage_error(tensors, _all_parts(chunks))
         if error:
             raise ValueError(error)
+        # A manifest comes from a file, so offsets are checked before memory is read by them.
         for chunk in chunks:
             for part in chunk.parts:
                 end = part.offset + part.bytes(tensors[part.name])

@@ -24,9 +24,9 @@ from relax_hpc.base.rundir import RunDir, private_folder
 
 _LOCK = ".lock"
 _SPARE = ".spare"
+# Seconds between checks for a folder that another process creates, first and later. Small models
+# are complete within a millisecond.
 _FIRST_POLL_S, _POLL_S = 0.0005, 0.02
-"""Seconds between checks for a folder that another process creates, first and later. Small models
-are complete within a millisecond."""
 
 
 def staging_root(run: RunDir) -> Path:
@@ -95,6 +95,7 @@ class Staging:
         """
         deadline, pause = time.monotonic() + patience_s, _FIRST_POLL_S
         while True:
+            # In the loop, because another process may remove the root at any time.
             private_folder(self.root)
             if (fd := self._lock(name, fcntl.LOCK_EX)) is not None:
                 try:

@@ -181,6 +181,7 @@ class Publisher:
 
 
 def _write_manifest(directory: Path, text: bytes) -> None:
+    # Renamed at the end: a directory with a version's name has a complete manifest.
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)

@@ -16,8 +16,8 @@ from relax_hpc.training.weights.relay import NAME as RELAY
 from relax_hpc.training.weights.relay import VersionSources
 from relax_hpc.training.weights.tensors import SafetensorsFile
 
+# Chunks in flight: while one is verified and copied, the next one is read.
 _IN_FLIGHT = 2
-"""Chunks in flight: while one is verified and copied, the next one is read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,12 @@ Ask = Callable[[str, Descriptor], Sequence[Descriptor]]
 folders to read it from, best first."""
 NAME = "relay"
 _READERS = frozenset(("rollout", "actor_fwd"))
+# Seconds that a thread waits for a record that is not complete, before it replies that the record
+# is pending.
 _PENDING_S = 0.1
-"""Seconds that a thread waits for a record that is not complete, before it replies that the record
-is pending."""
+# Seconds without data from another node. The limit is shorter than that for the actor, because
+# there are further nodes.
 _SILENCE_S = 5.0
-"""Seconds without data from another node. The limit is shorter than that for the actor, because
-there are further nodes."""
 
 
 class SharedVersion:
@@ -147,6 +147,7 @@ class Relay:
         """Context of the pull of ``manifest``'s version into the file at ``path``. The version is
         forwarded during the pull and after it."""
         version = manifest.version
+        # A previous pull of the same version may have failed.
         self._end(version)
         share = SharedVersion(manifest, path)
         self._shares[version] = share

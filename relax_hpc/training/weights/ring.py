@@ -56,8 +56,8 @@ class SlabRing:
         self.bytes = self.chunks[-1][1] if self.chunks else 0
         self._slabs: list[Slab] = [pool.take(max(1, self.bytes)) for _ in range(count)]
         self._pool = pool
+        # Names of the offered records by slab, with the slab of an extra record.
         self._offered: list[list[tuple[str, Slab | None]]] = [[] for _ in range(count)]
-        """Names of the offered records by slab, with the slab of an extra record."""
         self._next = 0
         self._targets = [self._part_views(slab, tensors) for slab in self._slabs]
         self._copies = _DeviceCopies(self._slabs) if pinned else None
@@ -83,6 +83,7 @@ class SlabRing:
         import torch
 
         number, self._next = self._next, (self._next + 1) % len(self._slabs)
+        # Withdrawn first, so that a reader of the old version notices that its record has changed.
         self.withdraw(number)
         with torch.no_grad():
             views = [part.view() for part in self.slices]
@@ -156,6 +157,7 @@ class _DeviceCopies:
     def __init__(self, slabs: Sequence[Slab]) -> None:
         import torch
 
+        # Pinned memory is required for copies that do not block the host.
         for slab in slabs:
             pin_memory(torch.frombuffer(slab.memory, dtype=torch.uint8), "weights")
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
@@ -164,6 +166,7 @@ class _DeviceCopies:
         """Start to copy the present values of ``views`` to ``targets``."""
         import torch
 
+        # The copy starts after the optimizer step that is queued on the training stream.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for view, target in zip(views, targets, strict=True):

@@ -27,12 +27,12 @@ MARK = "verified-manifest.json"
 built."""
 
 
+# Files that stay mapped. The versions of a node alternate between the memory of two files (see
+# `node_cache`). Mapping the pages of a file again takes longer than copying them.
 _MAX_MAPPED = 2
-"""Files that stay mapped. The versions of a node alternate between the memory of two files (see
-`node_cache`). Mapping the pages of a file again takes longer than copying them."""
+# Mapped files by device, inode and size: a file descriptor and the bytes. The most recently used
+# file is last.
 _mapped: dict[tuple[int, ...], tuple[int, torch.Tensor]] = {}
-"""Mapped files by device, inode and size: a file descriptor and the bytes. The most recently used
-file is last."""
 
 
 def is_slab(folder: Path) -> bool:
@@ -73,6 +73,7 @@ def _map(fd: int, size: int) -> torch.Tensor:
     import torch
 
     status = os.fstat(fd)
+    # A renamed file keeps its inode, so the mapping of a reused file is found again.
     key = (status.st_dev, status.st_ino, size)
     mapping = _mapped.pop(key, None)
     if mapping is None:

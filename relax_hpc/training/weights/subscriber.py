@@ -28,10 +28,10 @@ from relax_hpc.training.weights.version_files import TENSORS, check_small, copy_
 NOTHING = Version(0, 0)
 """Version that a reader serves before its first pull."""
 _FILE = "file"
+# Seconds for the hub to name other readers of a version. After that the reader uses the actor.
 _HUB_S = 5.0
-"""Seconds for the hub to name other readers of a version. After that the reader uses the actor."""
+# Seconds to wait for a newer version after a failed read. After that the read is tried again.
 _NEWER_S = 10.0
-"""Seconds to wait for a newer version after a failed read. After that the read is tried again."""
 
 
 class Fetcher:
@@ -46,8 +46,8 @@ class Fetcher:
         self.puller = Puller(planes, settings.read_timeout_s)
         self.staging = Staging(staging_root(run))
         self.relay = make_relay(planes, ask)
+        # Folder of the present anchor, to which deltas of later versions refer.
         self._anchor: StagedFolder | None = None
-        """Folder of the present anchor, to which deltas of later versions refer."""
 
     def fetch(self, news: PublishedVersion) -> StagedFolder:
         """A verified model directory of ``news`` in memory. WeightsError, one line: it cannot be
@@ -107,6 +107,7 @@ class Fetcher:
         try:
             manifest = read_manifest(directory, news.digest)
             check_small(small, manifest.small, self.run.model)
+            # Reuses the memory of an old version, which is faster than new memory.
             self.staging.take_spare(folder / TENSORS)
             with contextlib.ExitStack() as stack:
                 file = stack.enter_context(SafetensorsFile(folder / TENSORS, manifest.tensors))
@@ -161,8 +162,8 @@ class Subscriber:
         self.client, self.reader, self.every, self.evaluates = client, reader, every, evaluates
         self.fetcher = Fetcher(run, planes, settings, self._ask if relays else None)
         self.serving = NOTHING
+        # Newest version that could not be read.
         self._unreadable = NOTHING
-        """Newest version that could not be read."""
 
     def _ask(self, version: str, folder: Descriptor) -> Sequence[Descriptor]:
         relays = self.client.weights.relays(self.reader, Version.parse(version), folder, _HUB_S)

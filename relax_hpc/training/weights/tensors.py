@@ -26,9 +26,9 @@ ITEM_BYTES = TYPE_BYTES
 """Bytes of an element, by the safetensors types that weights can have."""
 _ALIGNED = 8
 _LENGTH_BYTES = 8
+# Rows that are transposed in one step: with bfloat16 a cache line. It is five times as fast as
+# transposing all rows in one step.
 _STRIP = 32
-"""Rows that are transposed in one step: with bfloat16 a cache line. It is five times as fast as
-transposing all rows in one step."""
 
 
 def torch_type(dtype: str) -> torch.dtype:
@@ -198,6 +198,7 @@ class SafetensorsFile:
         self = cls.__new__(cls)
         self.tensors, self._offsets, self._inside = tensors, offsets, _NOTHING
         self.bytes = len(header) + sum(tensor.bytes for tensor in tensors.values())
+        # Equal headers mean equal offsets, so the parts need no further checks.
         with path.open("rb") as file:
             if file.read(len(header)) != header or path.stat().st_size != self.bytes:
                 raise ValueError(f"{path}: not the layout of the version that refers to it")

@@ -61,6 +61,7 @@ class UntrainedTensors:
     def link(self, target: Path) -> FileSums:
         """Link the file to ``target``, and return its sums. OSError: the disk is full, or it cannot
         be written."""
+        # Written only once per run and process; later versions link to it.
         if not self._sums:
             partial = self._path.with_name(f".{self._path.name}")
             self._sums = write_summed(self._pieces(), partial, sync=True)

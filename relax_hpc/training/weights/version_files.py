@@ -39,13 +39,13 @@ _WEIGHT_SUFFIXES = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"),
     *(".pt", ".pth", ".gguf"),
 )
+# Files of a model directory that define the meaning of its tensors. Other files, such as a README,
+# may change during a run.
 _DEFINING_FILES = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "*.jinja", "*processor_config.json"),
     "chat_template.json",
 )
-"""Files of a model directory that define the meaning of its tensors. Other files, such as a README,
-may change during a run."""
 
 
 def divide_tensors(tensors: Mapping[str, TensorInfo], writers: int) -> list[list[str]]:
@@ -233,6 +233,7 @@ def check_small(present: FileSums, published: FileSums, directory: Path) -> None
 def check_unchanged(weights: Path, model: Path) -> None:
     """ConfigError if the defining files of a run's ``model`` directory have changed since its
     newest version in ``weights``. A resumed run would misinterpret its tensors."""
+    # Newest first; a damaged manifest is skipped.
     for path in sorted(weights.glob(f"*-v*/{MANIFEST}"), reverse=True):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             newest = Manifest.decode(path.read_bytes())

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from relax_hpc.training.models.towers.encoder_input import TowerMedia
 
+# Keys of `audio_config` -> fields of `AudioTower`.
 _FIELDS = {
     "num_mel_bins": "bins",
     "encoder_layers": "depth",
@@ -31,9 +32,8 @@ _FIELDS = {
     "conv_chunksize": "chunks",
     "max_source_positions": "learned",
 }
-"""Keys of `audio_config` -> fields of `AudioTower`."""
+# Mel frames per token.
 _FRAMES = 100 / 13
-"""Mel frames per token."""
 _KIND = "qwen3_omni_moe_audio_encoder"
 
 

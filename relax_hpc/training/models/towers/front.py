@@ -2,7 +2,7 @@
 the results of the decoder's first layers.
 
 A tower is trained or frozen. Ranks of one stage with different tokens of a pack (context and
-sequence parallel ranks) encode only the media of their own tokens. So the gradients of a tower are
+sequence parallel ranks) encode only the media of these tokens. So the gradients of a tower are
 sums over these ranks, as over data-parallel ranks. Towers need no collective: a rank without media
 continues immediately.
 """

@@ -21,11 +21,11 @@ from relax_hpc.training.models.towers.vision import VisionTower
 from relax_hpc.training.models.upload import upload
 
 Row = Mapping[str, Any]
+# Names of towers by the kinds of media.
 _TOWERS = {
     **dict.fromkeys(VisionTower.kinds, VisionTower.name),
     **dict.fromkeys(AudioTower.kinds, AudioTower.name),
 }
-"""Names of towers by the kinds of media."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,7 @@ def media_inputs(
                 where = f"a span of {length} tokens at {span['start']}"
                 limit = f"its {medium.kind} has {medium.tokens} tokens"
                 raise BadMedium(Reason.SPANS, f"{where}: {limit}")
+            # 0 after the last token, so that a repeated medium starts again.
             taken[name] = (first + length) % medium.tokens
             targets = local[start + span["start"] :][:length]
             if (targets >= 0).any():

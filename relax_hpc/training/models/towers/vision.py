@@ -33,6 +33,7 @@ _LEVELS = Rule(
     "a list of numbers of the tower's layers",
     lambda value: isinstance(value, list) and all(map(TOKEN.fits, value)),
 )
+# Keys of `vision_config` -> fields of `VisionTower`.
 _FIELDS = {
     "depth": "depth",
     "hidden_size": "width",
@@ -45,7 +46,6 @@ _FIELDS = {
     "out_hidden_size": "out",
     "num_position_embeddings": "learned",
 }
-"""Keys of `vision_config` -> fields of `VisionTower`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +175,7 @@ class VisionTower(Tower):
         import torch
 
         pixels = normalize_pixels(media.values, media.rules)
+        # pooler_output: embeddings of the tokens; deepstack_features: values of each level.
         result = module(pixels, grid_thw=media.grids, **self._grid_inputs(media))
         return torch.stack([result.pooler_output, *result.deepstack_features])
 
