@@ -239,7 +239,7 @@ def test_spares_are_put_as_they_are(world):
     for draft in spare.drafts:
         draft.ended = Generation([5], [-1.0], np.array([V0.encode()], np.int32), "length")
     with QueueClient(run, config, "rollout", 1) as client:
-        assert append_segments(client, spare.news(False, LONG), {9: 1}, spare=True) == {}
+        assert append_segments(client, spare.new_segments(False, LONG), {9: 1}, spare=True) == {}
     with rollout_of(run, 2, 10**9, "samples"):
         until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
     assert {place[0] for place in drawn(run)} == {"1/p101", "2/p102", "3/p103"}
