@@ -41,20 +41,18 @@ class Loop:
 
     def __init__(self, config, run, folder):
         """``run`` has model and data. The engine reads new weights from ``folder``, a new one."""
-        self.config, self.folder, shape = config, folder, config.rollout
+        self.config, self.folder, actor = config, folder, config.actor
         self.tokenizer = load_tokenizer(run.model)
+        temperature, stop_ids = config.rollout.temperature, self.tokenizer.eos_ids
         self.prompts = PromptSource(files.open_train(run, config, self.tokenizer), config)
         self.reward_function = get_reward(train_reward(config))
-        self.model = PolicyModel(read_config(run.model), config.model, config.actor.parallel)
+        self.model = PolicyModel(read_config(run.model), config.model, actor.parallel)
         self.model.load_hf(run.model)
-        self.trainer = Trainer.from_settings(
-            self.model, config.algorithm, config.actor, shape.temperature
-        )
+        self.trainer = Trainer.from_settings(self.model, config.algorithm, actor, temperature)
         # The engine has a copy of the policy, in a form that generates fast.
         shutil.copytree(run.model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
         self.engine = make_engine(config, 0, run.model, Version(1, 0), folder)
-        stop_ids = self.tokenizer.eos_ids
-        self.sampling = Sampling(shape.temperature, shape.top_p, stop_ids, config.seed)
+        self.sampling = Sampling(temperature, config.rollout.top_p, stop_ids, config.seed)
 
     async def generate(self, step):
         """Sample several responses to each prompt of the step: [(ticket, prompt, responses)]."""

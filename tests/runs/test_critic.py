@@ -133,6 +133,6 @@ def test_a_run_with_a_critic_comes_back_from_its_death(tmp_path: Path) -> None:
     assert STEPS in whole and whole - {STEPS}, "both have saved steps that are due by time"
     saved = dict(live.run.saved("critic"))
     with pytest.raises(
-        ConfigError, match="found a critic, which says a value of a text and is no language model"
+        ConfigError, match="found a critic, which returns values and is not a language model"
     ):
         to(max(saved.items())[1], tmp_path / "hf", model=tmp_path / "critic")

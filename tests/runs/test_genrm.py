@@ -142,8 +142,8 @@ class InThisProcess:
 
 @pytest.fixture(name="quick")
 def quick_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outage, "_LOOK_S", 0.01)
-    monkeypatch.setattr(group_service, "_LOOK_S", 0.0)
+    monkeypatch.setattr(outage, "_CHECK_S", 0.01)
+    monkeypatch.setattr(group_service, "_READ_AGAIN_S", 0.0)
 
 
 @pytest.mark.usefixtures("quick")
@@ -366,7 +366,7 @@ def test_questions_go_to_the_server_with_the_fewest_and_its_key_stays_on_the_nod
 def test_servers_serve_to_the_end_of_the_run_and_none_dies_alone(first: str) -> None:
     async def main() -> None:
         over, ended = Future[None](), asyncio.get_running_loop().create_future()
-        client = SimpleNamespace(status=SimpleNamespace(over=lambda: over))
+        client = SimpleNamespace(status=SimpleNamespace(run_finished=lambda: over))
         session = SimpleNamespace(ended=ended)
         server = SimpleNamespace(
             session=session, log="judge-0.log", quoted_error=lambda: ": no memory"
@@ -440,7 +440,7 @@ def test_what_is_wrong_with_a_judge_of_the_runs_own_is_found_before_it_starts(
         ),
         (
             {"genrm.flags": {"port": 1}},
-            "genrm.flags.port: found 1, but this argument is set by the role",
+            "genrm.flags.port: found 1, but the role sets this argument",
         ),
         ({"genrm.flags": {"tpsize": 1}}, "genrm.flags.tpsize: SGLang has no such server argument"),
     ):
@@ -465,8 +465,8 @@ def test_its_servers_have_nodes_of_their_own(base: dict[str, Any]) -> None:
         (
             6,
             [
-                "genrm: 6 engines of tp_size 2 take 12 GPUs, and group genrm has 8; fewer "
-                "genrm.replicas, or more nodes"
+                "genrm: 6 engines of tp_size 2 need 12 GPUs, and group genrm has 8; lower "
+                "genrm.replicas, or use more nodes"
             ],
         ),
     ):
