@@ -572,7 +572,7 @@ def test_with_stale_rows_the_clip_is_around_the_newest_policy(overrides, forward
     ("overrides", "instead"),
     [
         ({"max_staleness": 1, "algorithm.passes": 2}, "actor: {forward: [actor_fwd]}"),
-        ({"max_staleness": 1}, "with one update in a step the policy itself is the newest"),
+        ({"max_staleness": 1}, "with one update per step the policy itself is the newest"),
         ({"algorithm.passes": 2}, ""),
     ],
 )
@@ -595,11 +595,11 @@ def test_a_group_whose_scores_are_older_than_the_policy_is_noted(overrides, inst
     [
         (
             {"name": "reinforce_pp", "kl_in_reward": 0.1},
-            "needs field ref_logprobs of role reference, which is in no group",
+            "needs field ref_logprobs, but its role reference is in no group",
         ),
         (
             {"name": "tests.algorithms.test_algorithm_family:Needy"},
-            "needs field judgement of nobody, see relax_hpc.base.fields",
+            "needs field judgement, which no role produces",
         ),
     ],
 )
