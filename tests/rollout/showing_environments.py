@@ -56,7 +56,7 @@ def shown(
     """A prompt with an image, and an episode that begins with it."""
     named: Future[bool] = Future()
     named.set_result(True)
-    tickets = SimpleNamespace(name_media=lambda *_: named)
+    tickets = SimpleNamespace(register_media=lambda *_: named)
     client: Any = SimpleNamespace(config=Config(), media=seeing.store, tickets=tickets)
     model, asked = seeing.models[0], seeing.asked(png(seed=5))
     tokenizer, media = load_tokenizer(model), PromptMedia(client, model, folder / "evaluations")

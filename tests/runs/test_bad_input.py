@@ -241,7 +241,7 @@ def test_bad_lines_and_a_fickle_reward_are_counted(
         if event["what"] == "bad_prompt"
     }
     assert named == {f"line {line}": reason for line, reason in enumerate(REASONS, start=41)}
-    note = "note: train: 4 of 44 rows are skipped: 1 "
+    note = "note: data.train: 4 of 44 rows are skipped: 1 "
     assert note in live.output.read_text()
     assert "rows left out: " in "\n".join(status_lines(status(live.run)))
     last = trained_steps(live.run)[-1]
