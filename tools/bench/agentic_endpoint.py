@@ -139,7 +139,7 @@ async def costs(folder: Path, talk: Talk, chats: int) -> list[float]:
                 sys.executable,
                 __file__,
                 "--ask",
-                link.place.url,
+                link.address.url,
                 json.dumps([talk.turns, talk.said, talk.answered]),
             ),
             stdin=asyncio.subprocess.PIPE,

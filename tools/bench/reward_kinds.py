@@ -132,7 +132,7 @@ async def _given(name: str, kind: Kind, groups: range, settings: RewardSettings)
         for first in groups[::AT_ONCE]:
             some = range(first, min(first + AT_ONCE, groups.stop))
             asked = [[kind.sample(group, episode) for episode in range(EPISODES)] for group in some]
-            found = await asyncio.gather(*map(rewards.of, asked))
+            found = await asyncio.gather(*map(rewards.score, asked))
             assert all(isinstance(scores, list) for scores in found), found
     finally:
         await rewards.close()

@@ -41,10 +41,10 @@ async def cost(rewards: Rewards, groups: int) -> tuple[float, float]:
     time."""
     try:
         for _ in range(_WARM_UP):
-            await rewards.of(SAMPLES)
+            await rewards.score(SAMPLES)
         begun, spent = time.perf_counter(), time.process_time()
         for _ in range(groups // AT_ONCE):
-            await asyncio.gather(*(rewards.of(SAMPLES) for _ in range(AT_ONCE)))
+            await asyncio.gather(*(rewards.score(SAMPLES) for _ in range(AT_ONCE)))
         count = groups // AT_ONCE * AT_ONCE
         return 1e6 * (time.perf_counter() - begun) / count, 1e6 * (
             time.process_time() - spent

@@ -387,7 +387,7 @@ def sizes(args: argparse.Namespace) -> Iterator[Figure]:
         "loss_mask": np.ones(2000, np.uint8),
         "rollout_logprobs": np.zeros(2000, np.float32),
         "token_versions": np.ones(2000, np.int32),
-        NAME: QWEN3_30B.none(2000),
+        NAME: QWEN3_30B.without_routes(2000),
     }
     with_routes, without = (
         len(pack([row], fields, {})) for fields in ((*UNSCORED, NAME), UNSCORED)

@@ -40,7 +40,7 @@ because most transfers end soon and a sleep takes at least 50 microseconds."""
 
 
 def why_not_installed() -> str:
-    """How to install NIXL; empty: it is installed. Nothing is loaded."""
+    """Instruction to install NIXL; empty: it is installed. Nothing is loaded."""
     return "" if _package() else "there is no package nixl-cu12; pip install --no-deps nixl-cu12"
 
 
