@@ -62,7 +62,7 @@ _BACKLOG = 1024
 """Pending connections to the socket of `_claim_node`. If the backlog is full, a further head counts
 as the first one of its node, and waits as a candidate."""
 _DEATHS, _DEATHS_S = 5, 600.0
-"""If a head dies so often within so many seconds, the cause is probably the node."""
+"""Number of deaths of a head, and seconds within which so many deaths point to a broken node."""
 
 
 class Head:
