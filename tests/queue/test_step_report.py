@@ -225,7 +225,7 @@ def test_it_is_said_once_of_each_stretch_that_nothing_was_learned(tmp_path: Path
     assert [line.partition(";")[0] for line in lines] == [
         "step 1: nothing was learned from rewards: all rewards inside each prompt group are equal "
         "(reward/zero_std_share 1, reward/mean 0.250)",
-        "step 4: rewards are learned from again",
+        "step 4: the policy learns from rewards again",
         "step 6: nothing was learned from rewards: no token was trained, all were masked "
         "(loss/empty_updates)",
     ]
