@@ -192,7 +192,7 @@ def _group_rows(run_status: dict[str, Any]) -> list[list[str]]:
 
 
 def duration(seconds: float | None) -> str:
-    """At most two units: 0.4s, 42s, 4m07s, 3h12m, 2d03h; a dash for None."""
+    """A duration in at most two units: 0.4s, 42s, 4m07s, 3h12m, 2d03h; a dash for None."""
     if seconds is None:
         return "-"
     if seconds < 10:

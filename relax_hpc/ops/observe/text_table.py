@@ -23,7 +23,7 @@ class Column:
 
     title: str
     keep: int = _ALWAYS
-    """If the table is too wide, columns with the lowest numbers are dropped first."""
+    """Rank of the column. If the table is too wide, the lowest ranks are dropped first."""
     is_number: bool = False
     """Whether cells are aligned to the right."""
     max_chars: int = 0
