@@ -55,6 +55,8 @@ RENAMED = {
     "local_dir": "base.local_dir",
     "metrics": "base.metrics",
     "models": "training.models",
+    "models.grouped_experts": "training.models.expert_layer",
+    "models.rotary": "training.models.stage_model",
     "models.sizes": "base.model_sizes",
     "multimodal": "data.multimodal",
     "multimodal.bad": "data.multimodal.bad_media",

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from relax_hpc.training.models.grouped_experts import GroupedExperts
 from relax_hpc.training.models.replay import RoutedLayer, Routes
 
 
@@ -121,6 +122,38 @@ class Router(TopKRouter):
         """Return `counted`, and reset it."""
         counted, self.counted = self.counted, None
         return counted
+
+
+class GroupedExperts(SequentialMLP):
+    """megatron-core's sequential experts, computed together. Parameters and checkpoints are the
+    same.
+
+    Each pass through the layer copies the weights into one tensor.
+    """
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Results of the experts [n, h], weighted by ``permuted_probs`` [n].
+
+        ``permuted_local_hidden_states``: [n, h] in the order of experts. ``tokens_per_expert``:
+        [experts].
+        """
+        tokens = permuted_local_hidden_states
+        # torch's kernel takes the end of each expert's tokens as int32.
+        ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
+        gate_up = F.grouped_mm(tokens, self._weights("linear_fc1"), offs=ends)
+        gate, up = gate_up.chunk(2, -1)
+        inner = (F.silu(gate) * up * permuted_probs[:, None]).to(tokens.dtype)
+        return F.grouped_mm(inner, self._weights("linear_fc2"), offs=ends), None
+
+    def _weights(self, name: str) -> Tensor:
+        """[experts, in, out]"""
+        weights = [getattr(expert, name).weight for expert in self.local_experts]
+        return torch.stack(weights).transpose(1, 2)
 
 
 def routers(module: torch.nn.Module) -> list[Router]:
