@@ -1,7 +1,7 @@
-"""Environments that episodes of several turns are played against, one file each, found by name.
+"""Environments for episodes of several turns, one file each, found by name.
 
-`environment: {kind: ...}` names one of `ENVIRONMENTS`, or `package.module:Class` of a user's own.
-Nothing here imports torch, or knows of engines.
+`environment: {kind: ...}` names one of `ENVIRONMENTS`, or a user's class as `package.module:Class`.
+This package does not import torch, and does not depend on engines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENVIRONMENTS: dict[str, str] = {
     "reasoning_gym": "relax_hpc.environments.reasoning_gym:ReasoningGym",
     "gymnasium": "relax_hpc.environments.gymnasium:Gymnasium",
 }
-"""Environments that are built in, by name: where each lies."""
+"""Name of a built-in environment -> its import path."""
 
 _CALLED_WITH = {
     "reset": ("beginning",),
@@ -29,31 +29,33 @@ _CALLED_WITH = {
     "format_observation": ("observation",),
     "close": (),
 }
-"""Methods of an environment -> the arguments that they get."""
+"""Method of an environment -> its arguments."""
 
 
 def environment_class(name: str) -> type[Environment]:
-    """The class of environments called ``name``. ConfigError if there is none."""
-    found = load_plugin("environment.kind", name, ENVIRONMENTS)
-    if not (isinstance(found, type) and issubclass(found, Environment)):
+    """The class of environments called ``name``. ConfigError: it does not exist, or is not an
+    environment."""
+    kind: Any = load_plugin("environment.kind", name, ENVIRONMENTS)
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(
             f"environment.kind: {name!r}: found no class derived from "
             "relax_hpc.environments.base.Environment"
         )
-    if missing := ", ".join(sorted(found.__abstractmethods__)):
+    missing = ", ".join(sorted(kind.__abstractmethods__))
+    if missing:
         raise ConfigError(
-            f"environment.kind: {name!r}: found a class without {missing}; give it that"
+            f"environment.kind: {name!r}: found a class without {missing}; define it there"
         )
     for method, names in _CALLED_WITH.items():
-        called = method_of(found, method)
-        text = describe_mismatch(called, *names) if called else ""
+        function = method_of(kind, method)
+        text = describe_mismatch(function, *names) if function else ""
         if text:
             raise ConfigError(f"environment.kind: {name!r}: {method} {text}")
-    return found
+    return kind
 
 
-def made_with(kind: type[Environment], options: Mapping[str, Any]) -> Environment:
-    """A new environment. ConfigError: it cannot be made of these options."""
+def make_environment(kind: type[Environment], options: Mapping[str, Any]) -> Environment:
+    """A new environment. ConfigError: it cannot be made with these options."""
     try:
         return kind(**options)
     except TypeError as error:
@@ -67,13 +69,18 @@ def made_with(kind: type[Environment], options: Mapping[str, Any]) -> Environmen
         ) from error
 
 
-def tried(name: str, options: Mapping[str, Any]) -> Environment:
-    """One environment called ``name``, before there is an episode. ConfigError: there is none, or
-    it cannot be made."""
+def try_environment(name: str, options: Mapping[str, Any]) -> Environment:
+    """An environment called ``name`` for a check, without an episode. ConfigError: it does not
+    exist, or cannot be made."""
     try:
-        return made_with(environment_class(name), options)
+        return make_environment(environment_class(name), options)
     except ConfigError:
         raise
-    except Exception as error:  # a user's own may raise anything
+    except Exception as error:  # a user's class may raise anything
         text = f"environment.kind: {name!r}: cannot be made: {describe_with_location(error)}"
         raise ConfigError(text) from error
+
+
+# Names in release 0.1.
+made_with = make_environment
+tried = try_environment

@@ -1,5 +1,5 @@
-"""Base class of environments, and what goes between them and the policy: values that any process
-can be told."""
+"""Base class of environments, and the values that environments and the policy exchange. All of them
+can be sent to another process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FaultReason = Literal[
     "environment_answer",
     "environment_differs",
 ]
-"""Reason why an environment is of no use: it raised, took too long, its process has died, what it
-said is not allowed, or it said something else when an episode was played again."""
+"""Why an environment failed: it raised, took too long, its process died, it returned an invalid
+value, or it returned another value when an episode was replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +33,24 @@ class MediaPart:
 
 
 Part = str | MediaPart
-"""Piece of a message: text, in which no token is special, or a medium."""
+"""Part of a message: a medium, or a text, whose names of special tokens are ordinary text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A prompt, as an episode begins with it."""
+    """The prompt of an episode, with which an environment begins."""
 
     prompt: str
-    """Text of the prompt, as the policy reads it."""
+    """Text of the prompt that the policy gets."""
     answer: Any
     metadata: Mapping[str, Any]
     """Further columns of the prompt's row: JSON values."""
     media: tuple[MediaPart, ...] = ()
     """Media of the prompt, in their order."""
     seed: int = 0
-    """Seed of all that an environment draws: the same one when an episode is played again."""
+    """Seed for all random values of the environment. A replay of the episode has the same seed."""
     episode: int = 0
-    """Number of the episode among those of its prompt."""
+    """Number of the episode within its prompt group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Response:
     text: str
     """Text without special tokens."""
     finish_reason: str
-    """End of the turn: stop, or length where the policy was cut."""
+    """How the turn ended: stop, or length if it was cut off."""
     turn: int
     """Number of the turn, from 0."""
     in_thought: bool = False
@@ -69,7 +69,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A message to the policy: one result of a tool, or what a user says."""
+    """A message to the policy: the result of a tool, or a text of a user."""
 
     text: str = ""
     media: tuple[MediaPart, ...] = ()
@@ -78,44 +78,46 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """History in which the policy goes on: one of several of an episode, each a row that is trained
-    on.
+    """A history of an episode, in which the policy continues. An episode may have several, and each
+    becomes a row for training.
 
-    After a history was compacted: a new name, 0 turns, and the summary as an observation. A branch:
-    a new name and the turns before it. A sub-agent: a name of its own, and later that of who waits
-    for it, which begins as "".
+    - To compact a history: a new name, 0 turns, and the summary as an observation.
+    - To branch: a new name, and the number of turns before the branch.
+    - For a sub-agent: a new name; later the name of the history that waits for it. The first
+      history of an episode has the name "".
     """
 
     name: str
     turns: int = 0
-    """Turns of the present history that a new one begins with, behind the prompt. A known one goes
-    on as it is."""
+    """Number of turns of the present history with which a new history begins, after the prompt. If
+    the name is known, that history is continued, and this number has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Consequence of a response."""
+    """Result of a response."""
 
     observations: tuple[Observation, ...] = ()
-    """Messages that the policy reads before its next turn, in their order; at least one unless it
-    is ``done``."""
+    """Messages to the policy before its next turn; at least one unless ``done``."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values for the reward and for who reads samples."""
+    """JSON values for the reward and for readers of samples."""
     reward: float | None = None
-    """Reward of the whole episode so far, if the environment has one; the last one counts."""
+    """Reward of the whole episode so far, if the environment has one. The last one is used."""
     context: Context | None = None
-    """History that the observations go to; None: that of the response."""
+    """History to which the observations are appended; None: the history of the response."""
 
 
 class Environment(abc.ABC):
-    """The world of one episode, made for it alone; in a process of environments, which may be ended
-    at any time.
+    """The environment of one episode. It runs in a process with other environments, which may be
+    ended at any time.
 
-    Arguments of `__init__` are `environment.options`; it may raise ConfigError. Each other method
-    may be `async def` as well. What one draws, it draws by the seed of its beginning, and it asks
-    nobody who may answer otherwise: an episode whose rollout has died is played again, and has to
-    be the same.
+    `__init__` gets `environment.options`, and may raise ConfigError. Each other method may be
+    `async def`.
+
+    An environment must be deterministic: it draws random values only with the seed of its
+    `Beginning`, and uses no service whose answers may change. If the rollout process of an episode
+    dies, the episode is replayed and must give the same messages.
 
     >>> class Echo(Environment):
     ...     def step(self, response):
@@ -126,44 +128,44 @@ class Environment(abc.ABC):
 
     @property
     def signatures(self) -> Sequence[Mapping[str, Any]]:
-        """Signatures, as OpenAI's, of the tools that a chat template shows with each prompt whose
-        row has no column `tools`; known before `reset`."""
+        """Signatures, in OpenAI's format, of the tools that a chat template shows. Prompts whose
+        rows have a column `tools` show those instead. It is called before `reset`."""
         return ()
 
     def reset(
         self, beginning: Beginning
     ) -> Sequence[Observation] | Awaitable[Sequence[Observation]]:
-        """Begin; messages that go behind the prompt, if there are any."""
+        """Begin an episode. Returns messages that follow the prompt; may be empty."""
         return ()
 
     @abc.abstractmethod
     def step(self, response: Response) -> Step | Awaitable[Step]:
-        """Go on after a response of the policy."""
+        """Continue after a response of the policy."""
 
     def format_observation(
         self, observation: Observation
     ) -> Sequence[Part] | Awaitable[Sequence[Part]]:
-        """Content of the message that ``observation`` is to the policy: here its media, and its
-        text. What is around a message of its role comes from the run's chat template."""
+        """Content of the message to the policy for an ``observation``; by default its media, then
+        its text. The run's chat template adds the text around a message of that role."""
         return (*observation.media, observation.text) if observation.text else observation.media
 
     def close(self) -> Awaitable[None] | None:
-        """Give back what it holds; the process may as well end without it."""
+        """Release resources. The process may also end without a call of this method."""
         return None
 
 
 class EnvironmentFault(Exception):
-    """Error of an environment, which ends its episode. `reason` is what callers count."""
+    """Error of an environment. It ends the episode. Callers count it under `reason`."""
 
     def __init__(self, reason: FaultReason, detail: str, origin: ErrorOrigin = NO_ORIGIN) -> None:
-        """``origin``: place in the environment's code that failed, if one did."""
+        """``origin``: line in the environment's code that failed, if known."""
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail, self.origin = reason, detail, origin
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """An observation as the policy reads it: what `Environment.format_observation` makes of one."""
+    """A message to the policy, made from an observation by `Environment.format_observation`."""
 
     role: Role
     parts: tuple[Part, ...]

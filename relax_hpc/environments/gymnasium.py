@@ -1,5 +1,5 @@
-"""The environment `gymnasium`: a game of the library of that name, shown as a text or a picture,
-whose actions the policy writes."""
+"""The environment `gymnasium`: a game of the library gymnasium. The policy sees it as text or as a
+picture, and writes its actions."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MODES = {"values": None, "text": "ansi", "picture": "rgb_array"}
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 SEED = "seed"
-"""Column of a prompt's row: seed of the game, which all episodes of the prompt begin with then."""
+"""Column of a prompt's row: seed of the game for all episodes of the prompt."""
 
 
 class Gymnasium(Environment):
-    """One game; what stands between the last `<action>` and `</action>`, or else the whole
-    response, is the action: a name of ``actions``, or a number or list as JSON. Thoughts
-    (`<think>`) are left out. The reward is the sum of the game's rewards. A response without an
-    action changes nothing, and `info.invalid_actions` counts them."""
+    """One game. The action is the text between the last `<action>` and `</action>`, or the whole
+    response without these tags: a name of ``actions``, or a number or list as JSON. Thoughts
+    (`<think>`) are ignored. The reward is the sum of the game's rewards. A response without a valid
+    action does not change the game; `info.invalid_actions` counts such responses."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class Gymnasium(Environment):
         shown: Shown = "values",
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """``id``, ``arguments``: of `gymnasium.make`. ``actions``: names of its actions, in their
-        order. ``shown``: its observations, or what it renders.
+        """``id``, ``arguments``: arguments of `gymnasium.make`. ``actions``: names of the actions
+        in their order. ``shown``: `values` shows the game's observations, `text` and `picture` its
+        rendering.
 
-        ConfigError: the library is not installed, it has no such game, or the game has other
-        actions.
+        ConfigError: the library is not installed, the game does not exist, or it has other actions.
         """
         if shown not in get_args(Shown):
             raise ConfigError(
@@ -55,68 +55,66 @@ class Gymnasium(Environment):
             )
         self._names = [name.lower() for name in actions]
         self._shown, self._reward, self._invalid = shown, 0.0, 0
-        self._game = _made(id, {**(arguments or {}), "render_mode": _MODES[shown]})
+        self._game = _make_game(id, {**(arguments or {}), "render_mode": _MODES[shown]})
         if self._names:
             _check_names(self._names, self._game.action_space)
 
     def reset(self, beginning: Beginning) -> tuple[Observation, ...]:
         seed = beginning.metadata.get(SEED)
-        seen, _ = self._game.reset(seed=beginning.seed if seed is None else int(seed))
-        return (self._observation(seen),)
+        state, _ = self._game.reset(seed=beginning.seed if seed is None else int(seed))
+        return (self._observe(state),)
 
     def step(self, response: Response) -> Step:
         try:
-            action = self._action(read_turn(response.text, response.in_thought).spoken)
+            action = self._read_action(read_turn(response.text, response.in_thought).spoken)
         except ToolError as error:
             self._invalid += 1
             info = {"invalid_actions": self._invalid}
-            return Step(
-                (Observation(f"Error: {error}", role="user"),), info=info, reward=self._reward
-            )
-        seen, reward, won, ended, _ = self._game.step(action)
+            message = Observation(f"Error: {error}", role="user")
+            return Step((message,), info=info, reward=self._reward)
+        state, reward, terminated, truncated, _ = self._game.step(action)
         self._reward += float(reward)
-        return Step(
-            (self._observation(seen),), bool(won or ended), {"ended": bool(ended)}, self._reward
-        )
+        done = bool(terminated or truncated)
+        return Step((self._observe(state),), done, {"ended": bool(truncated)}, self._reward)
 
     def close(self) -> None:
         self._game.close()
 
-    def _action(self, text: str) -> Any:
-        said = (_ACTION.findall(text) or [text])[-1].strip()
+    def _read_action(self, text: str) -> Any:
+        """The action in ``text``. ToolError: it is not an action of the game."""
+        written = (_ACTION.findall(text) or [text])[-1].strip()
         space = self._game.action_space
         if self._names:
-            if said.lower() not in self._names:
-                raise ToolError(f"found {said[:80]!r}, allowed: {', '.join(self._names)}")
-            return int(space.start) + self._names.index(said.lower())
+            if written.lower() not in self._names:
+                raise ToolError(f"found {written[:80]!r}, allowed: {', '.join(self._names)}")
+            return int(space.start) + self._names.index(written.lower())
         try:
-            action = _array_of(json.loads(said), space)
+            action = _array_of(json.loads(written), space)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise ToolError(f"found {said[:80]!r}, allowed: {space}, as JSON") from error
+            raise ToolError(f"found {written[:80]!r}, allowed: {space}, as JSON") from error
         if not space.contains(action if action.ndim else action[()]):
-            raise ToolError(f"found {said[:80]!r}, allowed: {space}")
+            raise ToolError(f"found {written[:80]!r}, allowed: {space}")
         return action if action.ndim else action[()]
 
-    def _observation(self, seen: Any) -> Observation:
+    def _observe(self, state: Any) -> Observation:
+        """Observation of the game. ``state``: the last observation that the game returned."""
         if self._shown == "values":
-            return Observation(
-                json.dumps(seen, default=lambda value: np.asarray(value).tolist()), role="user"
-            )
+            text = json.dumps(state, default=lambda value: np.asarray(value).tolist())
+            return Observation(text, role="user")
         rendered = self._game.render()
         if self._shown == "text":
-            return Observation(
-                "\n".join([_COLOURS.sub("", str(rendered)), *_texts_in(seen)]), role="user"
-            )
+            lines = [_COLOURS.sub("", str(rendered)), *_texts_in(state)]
+            return Observation("\n".join(lines), role="user")
         from PIL import Image
 
         picture = MediaPart("image", png(Image.fromarray(rendered)))
-        return Observation("\n".join(_texts_in(seen)), (picture,), role="user")
+        return Observation("\n".join(_texts_in(state)), (picture,), role="user")
 
 
 def _array_of(value: Any, space: Any) -> np.ndarray:
-    """A JSON ``value`` as an array of the type that actions of ``space`` have. ValueError,
-    TypeError, OverflowError: it has something else than numbers, or others than the array could
-    hold: 1.7 is no action of 0, 1 and 2."""
+    """A JSON ``value`` as an array of the type of actions in ``space``. ValueError, TypeError,
+    OverflowError: it has other values than numbers, or numbers that this type cannot represent:
+    1.7 is not an integer action."""
     from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
     with np.errstate(over="ignore"):
@@ -124,7 +122,7 @@ def _array_of(value: Any, space: Any) -> np.ndarray:
     if not isinstance(space, Discrete | MultiDiscrete | MultiBinary | Box):
         return array
     raw = np.asarray(value)
-    # To numpy, true and "1" are numbers as well.
+    # numpy would also convert true and "1" to numbers.
     if raw.dtype.kind not in ("biuf" if isinstance(space, MultiBinary) else "iuf"):
         raise ValueError("no numbers")
     is_same = np.isfinite(array).all() if array.dtype.kind == "f" else np.array_equal(array, raw)
@@ -134,7 +132,7 @@ def _array_of(value: Any, space: Any) -> np.ndarray:
 
 
 def _check_names(names: Sequence[str], space: Any) -> None:
-    """ConfigError: a game of this space of actions has others than those ``names``."""
+    """ConfigError: ``names`` do not fit a game with this action ``space``."""
     from gymnasium.spaces import Discrete
 
     if not isinstance(space, Discrete):
@@ -150,7 +148,7 @@ def _check_names(names: Sequence[str], space: Any) -> None:
 
 
 def _texts_in(observation: Any) -> list[str]:
-    """Texts of an observation that no picture shows, such as MiniGrid's `mission`."""
+    """Texts of an observation, such as MiniGrid's `mission`. A picture does not show them."""
     if isinstance(observation, str):
         return [observation]
     if not isinstance(observation, Mapping):
@@ -158,7 +156,7 @@ def _texts_in(observation: Any) -> list[str]:
     return [f"{name}: {value}" for name, value in observation.items() if isinstance(value, str)]
 
 
-def _made(name: str, arguments: Mapping[str, Any]) -> Any:
+def _make_game(name: str, arguments: Mapping[str, Any]) -> Any:
     try:
         import gymnasium
     except ImportError as error:
@@ -168,7 +166,8 @@ def _made(name: str, arguments: Mapping[str, Any]) -> Any:
         ) from error
     try:
         return gymnasium.make(name, **arguments)
-    except Exception as error:  # a game's own constructor may raise anything
+    except Exception as error:
+        # The constructor of a game may raise anything.
         raise ConfigError(
             f"environment.options: {name!r} cannot be made: {type(error).__name__}: {error}"
         ) from error

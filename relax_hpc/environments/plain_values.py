@@ -1,4 +1,5 @@
-"""Values of other programs as plain JSON values: whole Unicode texts, and Python's own numbers."""
+"""Conversion of values from other programs to plain JSON values: valid Unicode texts, and Python
+numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any
 
 
 def clean_text(text: str) -> str:
-    """``text`` with U+FFFD for each half of a surrogate pair, as JavaScript's encoder writes it.
+    """``text`` with U+FFFD in place of each half of a surrogate pair, as in JavaScript's encoder.
 
-    Programs in JavaScript cut texts in the middle of an emoji, and JSON of models holds `\\ud83d`;
-    no tokenizer and no UTF-8 file takes such a half.
+    Programs in JavaScript may cut a text in the middle of an emoji, and the JSON of a model may
+    contain `\\ud83d`. Tokenizers and UTF-8 cannot represent such a half.
 
     >>> clean_text("a\\ud83d"), clean_text("\\ud83d\\ude00")
     ('a\ufffd', '😀')
@@ -25,7 +26,7 @@ def clean_text(text: str) -> str:
 
 
 def clean_texts(value: Any) -> Any:
-    """A JSON value with all of its texts as of `clean_text`. RecursionError: it is nested too
+    """A JSON value with `clean_text` applied to all texts. RecursionError: it is nested too
     deeply."""
     if isinstance(value, str):
         return clean_text(value)
@@ -37,10 +38,10 @@ def clean_texts(value: Any) -> Any:
 
 
 def read_plain(text: str | bytes) -> Any:
-    """The value of a JSON text; NaN and the infinities, which JSON has no word for, become the
-    texts "NaN" and so on.
+    """The value of a JSON text. NaN and the infinities, which are not valid JSON, become the texts
+    "NaN", "Infinity" and "-Infinity".
 
-    ValueError: it is no JSON, or is nested too deeply.
+    ValueError: it is not JSON, or is nested too deeply.
 
     >>> read_plain('{"reward": 0.5, "loss": NaN, "most": 1e999}')
     {'reward': 0.5, 'loss': 'NaN', 'most': 'Infinity'}
@@ -52,7 +53,7 @@ def read_plain(text: str | bytes) -> Any:
 
 
 def plain_number(value: Any) -> Any:
-    """A scalar of numpy, torch or JAX as a number of Python; any other value as it is.
+    """A scalar of numpy, torch or JAX as a Python number; any other value unchanged.
 
     >>> import numpy as np
     >>> plain_number(np.float32(0.5)), plain_number(np.bool_(True)), plain_number("a")
@@ -63,8 +64,8 @@ def plain_number(value: Any) -> Any:
 
 
 def plain_values(value: Any) -> Any:
-    """``value`` with Python's own numbers and lists in the place of arrays and scalars of numpy,
-    and clean texts.
+    """``value`` with numpy arrays and scalars converted to Python lists and numbers, and with
+    `clean_text` applied to all texts.
 
     RecursionError: it is nested too deeply.
 
@@ -84,7 +85,7 @@ def plain_values(value: Any) -> Any:
 
 
 def finite_number(value: Any) -> float | None:
-    """``value`` as a float; None: it is no finite number.
+    """``value`` as a float; None: it is not a finite number.
 
     >>> finite_number(1), finite_number(10**400), finite_number(True), finite_number("1")
     (1.0, None, None, None)

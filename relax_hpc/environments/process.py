@@ -1,4 +1,4 @@
-"""A process of environments, from the moment on that it is to be started."""
+"""A process of environments, seen from the rollout process that started it."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ from relax_hpc.net.workers.process import Worker, WorkerEnded
 from relax_hpc.net.workers.starter import Starter
 
 _GRACE_S = 2.0
-"""Seconds beyond its limit for a process that ends what is over time by itself."""
+"""Seconds beyond the limit of a call. Normally the process itself ends a call that takes too
+long."""
 
 
-class Lost(Exception):
-    """Signal that a process has ended, maybe because of another environment."""
+class ProcessLost(Exception):
+    """A process has ended, maybe because of another environment."""
 
     def __init__(self, was_under_way: bool, fault: EnvironmentFault | None = None) -> None:
         super().__init__()
         self.was_under_way = was_under_way
-        """Whether it ended over this call, or over one beside it."""
+        """Whether this call was in progress when the process ended."""
         self.fault = fault
-        """Failure of this call, if no other call can have ended the process; None: another one
-        can."""
+        """Error of this call, if it was the only one in progress when the process ended; else
+        None."""
 
 
-class Process:
-    """A process in which any number of environments live; for one event loop."""
+class EnvironmentProcess:
+    """A process with any number of environments; for one event loop."""
 
     def __init__(self, starter: Starter, limit_s: float, one_at_a_time: bool = False) -> None:
-        """``limit_s``: for a call. ``one_at_a_time``: calls are, so that it ends over the one that
-        is under way."""
+        """``limit_s``: time limit of a call. ``one_at_a_time``: run calls one after the other, so
+        that it is known which call ends the process."""
         self.environments = 0
-        """Environments that live in it."""
+        """Number of environments in the process."""
         self._limit_s = limit_s
         self._turn = asyncio.Lock() if one_at_a_time else contextlib.nullcontext()
         self._numbers = itertools.count()
-        self._under_way = self._at_its_end = 0
+        self._calls = self._calls_at_end = 0
+        """Calls in progress: now, and when the process ended."""
         self._starting = asyncio.create_task(starter.start())
 
     @property
     def has_ended(self) -> bool:
         if not self._starting.done():
             return False
-        return (
-            self._starting.cancelled()
-            or bool(self._starting.exception())
-            or self._starting.result().has_ended
-        )
+        if self._starting.cancelled() or self._starting.exception():
+            return True
+        return self._starting.result().has_ended
 
-    async def begun(self) -> Worker:
-        """Wait until it has begun. ConfigError, RelaxError: as `Starter.start`."""
+    async def await_start(self) -> Worker:
+        """Wait until the process has started. ConfigError, RelaxError: see `Starter.start`."""
         return await asyncio.shield(self._starting)
 
     async def ask(self, message: Wire, calls: int) -> dict[str, Any]:
-        """Answer to ``message``, for which it calls an environment ``calls`` times.
-        EnvironmentFault: that took too long. Lost: it has ended."""
+        """Response to ``message``, which needs ``calls`` calls of an environment. EnvironmentFault:
+        they took too long. ProcessLost: the process has ended."""
         async with self._turn:
-            worker = await self.begun()
+            worker = await self.await_start()
             if worker.has_ended:
-                raise Lost(was_under_way=False)
-            self._under_way += 1
+                raise ProcessLost(was_under_way=False)
+            self._calls += 1
             try:
                 async with asyncio.timeout(calls * self._limit_s + _GRACE_S):
                     return await worker.ask(next(self._numbers), message)
@@ -72,31 +72,34 @@ class Process:
                 fault = EnvironmentFault(
                     "environment_timeout", f"its process did not answer in {self._limit_s:g} s"
                 )
-                lost = await self._end_over(worker, fault)
+                lost = await self._end_failed(worker, fault)
+                # A suspended process is not the fault of the environment, so that the episode is
+                # replayed.
                 raise (lost.fault if lost.fault and not is_suspended else lost) from None
             except WorkerEnded as ended:
                 fault = EnvironmentFault("environment_died", f"its process {ended}")
-                raise await self._end_over(worker, fault if ended.ended_itself else None) from ended
+                lost = await self._end_failed(worker, fault if ended.ended_itself else None)
+                raise lost from ended
             finally:
-                self._under_way -= 1
+                self._calls -= 1
 
     def kill(self) -> None:
-        """End it; what was asked of it was not at fault."""
+        """Kill the process. Calls in progress do not count as failed."""
         if not self._starting.done():
             self._starting.cancel()
         elif not self.has_ended:
             self._starting.result().kill()
 
     async def end(self) -> None:
-        """End it, and wait until it is gone."""
+        """End the process, and wait until it has ended."""
         self.kill()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await (await self._starting).end()
 
-    async def _end_over(self, worker: Worker, fault: EnvironmentFault | None) -> Lost:
-        """End it; returns the error of a call in flight, with ``fault`` if no other call can have
-        been the reason."""
-        # Of those that are told one after the other the last is not alone, either.
-        self._at_its_end = self._at_its_end or self._under_way
+    async def _end_failed(self, worker: Worker, fault: EnvironmentFault | None) -> ProcessLost:
+        """End the process after a failed call. Returns the error of that call, with ``fault`` if it
+        was the only call in progress."""
+        # Only the first failed call sets the number: later ones would find fewer calls.
+        self._calls_at_end = self._calls_at_end or self._calls
         await worker.end()
-        return Lost(was_under_way=True, fault=fault if self._at_its_end == 1 else None)
+        return ProcessLost(was_under_way=True, fault=fault if self._calls_at_end == 1 else None)

@@ -1,8 +1,8 @@
-"""The environment `reasoning_gym`: puzzles of the library of that name, which judges the answers
-too.
+"""The environment `reasoning_gym`: puzzles of the library reasoning_gym, which also scores the
+answers.
 
 `python -m relax_hpc.environments.reasoning_gym NAME SIZE [SEED]` prints prompts of one of its data
-sets, a line each.
+sets, one on each line.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from relax_hpc.environments.base import Beginning, Environment, Observation, Res
 from relax_hpc.environments.tool_calls import read_turn
 
 COLUMN = "puzzle"
-"""Column of a prompt's row that says which puzzle it is."""
+"""Column of a prompt's row that identifies the puzzle."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_SHOWN = 200
-"""Characters of an error that `info` has."""
+_MAX_ERROR_CHARS = 200
+"""Maximum length of an error in `info`."""
 
 
 class ReasoningGym(Environment):
-    """One puzzle; what stands between the last `<answer>` and `</answer>`, or else the whole
-    response, is the answer. Thoughts (`<think>`) are left out. The score is the reward, of the best
-    attempt; an answer that the library cannot judge scores 0."""
+    """One puzzle. The answer is the text between the last `<answer>` and `</answer>`, or the whole
+    response without these tags. Thoughts (`<think>`) are ignored. The reward is the best score of
+    all attempts. An answer that the library cannot score has 0."""
 
     def __init__(self, attempts: int = 1) -> None:
-        """``attempts``: answers that the policy may give. ConfigError: the library is not
-        installed."""
+        """``attempts``: maximum number of answers. ConfigError: the library is not installed."""
         library()
         self._left, self._best = attempts, 0.0
 
@@ -52,19 +51,18 @@ class ReasoningGym(Environment):
         info: dict[str, Any] = {}
         try:
             self._best = max(self._best, float(self._set.score_answer(answer, self._entry)))
-        except (
-            Exception
-        ) as error:  # some data sets of the library raise at answers of an unexpected form
-            info["unjudged"] = f"{type(error).__name__}: {error}"[:_SHOWN]
+        except Exception as error:
+            # Some data sets raise any error for an answer of an unexpected form.
+            info["unjudged"] = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
         self._left -= 1
         done = self._best == 1.0 or self._left <= 0
-        said = () if done else (Observation("That is not right. Try again.", role="user"),)
-        return Step(said, done, {**info, "score": self._best}, self._best)
+        messages = () if done else (Observation("That is not right. Try again.", role="user"),)
+        return Step(messages, done, {**info, "score": self._best}, self._best)
 
 
 def rows_of(name: str, size: int, seed: int) -> Iterator[Mapping[str, Any]]:
-    """Rows of prompts for ``size`` puzzles of a data set. ConfigError: there is none of that
-    name."""
+    """Rows of prompts for ``size`` puzzles of a data set. ConfigError: the data set does not
+    exist."""
     for index, entry in enumerate(data_set(name, seed, size)):
         puzzle = {"name": name, "seed": seed, "size": size, "index": index}
         answer = "" if entry["answer"] is None else entry["answer"]
@@ -78,7 +76,7 @@ def rows_of(name: str, size: int, seed: int) -> Iterator[Mapping[str, Any]]:
 
 @functools.lru_cache(maxsize=64)
 def data_set(name: str, seed: int, size: int) -> Any:
-    """A data set of the library. ConfigError: there is none of that name."""
+    """A data set of the library. ConfigError: it does not exist."""
     try:
         return library().create_dataset(name, seed=seed, size=size)
     except ValueError as error:
@@ -86,7 +84,8 @@ def data_set(name: str, seed: int, size: int) -> Any:
 
 
 def library() -> Any:
-    """The library, imported late: that may take long. ConfigError: it is not installed."""
+    """The library, which is imported here because its import is slow. ConfigError: it is not
+    installed."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -101,9 +100,8 @@ def main() -> None:
     """Print prompts."""
     if len(sys.argv) not in (3, 4):
         sys.exit(f"usage: python -m {__spec__.name} NAME SIZE [SEED]")
-    for row in rows_of(
-        sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) == 4 else 0
-    ):
+    seed = int(sys.argv[3]) if len(sys.argv) == 4 else 0
+    for row in rows_of(sys.argv[1], int(sys.argv[2]), seed):
         print(json.dumps(row))
 
 

@@ -1,5 +1,5 @@
-"""Calls of tools in what the policy says, as Qwen3 writes them: one JSON object between two marks,
-each call."""
+"""Tool calls in the text of the policy, in Qwen3's format: each call is a JSON object between two
+marks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from relax_hpc.environments.plain_values import clean_texts
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
-"""Marks around a thought, which is for the policy alone: it calls nothing and answers nothing."""
+"""Marks around a thought. A thought contains neither calls nor answers."""
 _PIECE = re.compile(f"{OPEN}(?P<call>.*?){CLOSE}|{THINK}.*?(?:{THOUGHT}|\\Z)", re.DOTALL)
 """A call, or a thought, which may be cut off."""
 _FORM = f'{OPEN}\n{{"name": ..., "arguments": {{...}}}}\n{CLOSE}'
-_SHOWN = 80
+_MAX_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ToolCall:
 
     @property
     def text(self) -> str:
-        """Text of the call, as the policy writes it.
+        """Text of the call in the policy's format.
 
         >>> calls_of(ToolCall("add", {"to": 1}).text)
         [ToolCall(name='add', arguments={'to': 1})]
@@ -39,11 +39,11 @@ class ToolCall:
 
 
 class ToolError(Exception):
-    """Error of a call, in words that tell the policy what to do about it."""
+    """Error of a call. Its text is shown to the policy, and says how to correct the call."""
 
 
 def calls_of(text: str, in_thought: bool = False) -> list[ToolCall | ToolError]:
-    """Calls in ``text`` outside of thoughts, in their order; a malformed call as its error.
+    """Calls in ``text`` outside of thoughts, in their order. A malformed call becomes an error.
     ``in_thought``: the chat template has opened a thought before the text.
 
     >>> calls_of('Let me see. <tool_call>{"name": "add", "arguments": {"to": 1}}</tool_call>')
@@ -56,19 +56,21 @@ def calls_of(text: str, in_thought: bool = False) -> list[ToolCall | ToolError]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of the policy, read from left to right."""
+    """A parsed turn of the policy."""
 
     spoken: str
     """Text of the turn outside of thoughts."""
     calls: list[ToolCall | ToolError]
     first_call: int
-    """Place in the text at which the first call begins; the text's length without a call."""
+    """Index in the text at which the first call begins; without a call, the length of the text."""
 
 
 def read_turn(text: str, in_thought: bool = False) -> Turn:
-    """Read a turn. A thought goes from `<think>` to `</think>`, or to the end if it was cut off. A
-    `</think>` without a beginning ends a thought that the chat template has opened. Marks within a
-    call belong to its arguments, and marks of calls within a thought to the thought.
+    """Parse a turn.
+
+    A thought extends from `<think>` to `</think>`, or to the end if it was cut off. A `</think>`
+    without a beginning ends a thought that the chat template has opened. Marks within a call belong
+    to its arguments. Marks of calls within a thought belong to the thought.
 
     >>> read_turn("so </think> Paris").spoken
     ' Paris'
@@ -80,7 +82,7 @@ def read_turn(text: str, in_thought: bool = False) -> Turn:
     for piece in [*_PIECE.finditer(text, begin), None]:
         between = text[begin : piece.start() if piece else len(text)]
         if THOUGHT in between:
-            # Everything so far was a thought that the template has opened.
+            # The chat template has opened a thought, which extends up to here.
             spoken, calls, first_call = [], [], len(text)
             between = between.rpartition(THOUGHT)[2]
         spoken.append(between)
@@ -96,7 +98,7 @@ def read_turn(text: str, in_thought: bool = False) -> Turn:
 
 
 def opens_thought(text: str) -> bool:
-    """Whether a turn behind ``text``, the end of a prompt, begins in a thought.
+    """Whether a turn after ``text``, the end of a prompt, begins in a thought.
 
     >>> opens_thought("<|im_start|>assistant\\n<think>\\n")
     True
@@ -111,18 +113,18 @@ def _call_or_error(body: str) -> ToolCall | ToolError:
         call = json.loads(
             body, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=unique_members
         )
-        return _checked(clean_texts(call))
+        return _check_call(clean_texts(call))
     except ToolError as error:
         return error
     except (ValueError, RecursionError) as error:
         return ToolError(f"this call is not JSON: {error}; a call is written {_FORM}")
 
 
-def _checked(call: Any) -> ToolCall:
+def _check_call(call: Any) -> ToolCall:
     if not isinstance(call, dict) or set(call) != {"name", "arguments"}:
-        found = ", ".join(map(repr, call)) if isinstance(call, dict) else type(call).__name__
+        keys = ", ".join(map(repr, call)) if isinstance(call, dict) else type(call).__name__
         raise ToolError(
-            f"a call has name and arguments, found {found[:_SHOWN]}; it is written {_FORM}"
+            f"a call has name and arguments, found {keys[:_MAX_SHOWN_CHARS]}; it is written {_FORM}"
         )
     if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
         raise ToolError(
@@ -136,6 +138,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _finite(number: str) -> float:
-    if not math.isfinite(value := float(number)):
-        raise ValueError(f"found {number[:_SHOWN]}")
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"found {number[:_MAX_SHOWN_CHARS]}")
     return value

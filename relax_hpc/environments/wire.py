@@ -1,5 +1,5 @@
-"""Messages between a process of environments and who plays with them, as JSON, and bounds of what
-these may say."""
+"""JSON messages between a process of environments and the rollout process, and checks of the values
+that environments return."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from relax_hpc.environments.base import (
 )
 from relax_hpc.environments.plain_values import finite_number, plain_number, plain_values
 
-MOST_CHARACTERS = 1 << 20
-"""Characters of the texts of a step, and of its `info` as JSON, at most."""
-MOST_MEDIA_BYTES = 1 << 28
-"""Bytes of the media of a step."""
+MAX_CHARACTERS = 1 << 20
+"""Maximum number of characters of all texts of a step, and of its `info` as JSON."""
+MAX_MEDIA_BYTES = 1 << 28
+"""Maximum number of bytes of all media of a step."""
 _KINDS = ("image", "video", "audio")
 Wire = dict[str, Any]
 
 
 def beginning_to_wire(beginning: Beginning) -> Wire:
-    """``beginning`` as JSON has it."""
+    """``beginning`` as JSON values."""
     fields = {field.name: getattr(beginning, field.name) for field in dataclasses.fields(beginning)}
     return fields | {
         "metadata": dict(beginning.metadata),
@@ -42,12 +42,12 @@ def beginning_to_wire(beginning: Beginning) -> Wire:
 
 
 def beginning_from_wire(wire: Wire) -> Beginning:
-    """The beginning that `beginning_to_wire` has made ``wire`` of."""
+    """The `Beginning` from which `beginning_to_wire` made ``wire``."""
     return Beginning(**wire | {"media": tuple(_part_from_wire(part) for part in wire["media"])})
 
 
 def step_to_wire(step: Step, messages: Iterable[Message]) -> Wire:
-    """``step``, with ``messages`` in the place of its observations."""
+    """``step`` as JSON values, with ``messages`` instead of its observations."""
     return {
         "messages": [
             [message.role, [_part_to_wire(part) for part in message.parts]] for message in messages
@@ -60,30 +60,31 @@ def step_to_wire(step: Step, messages: Iterable[Message]) -> Wire:
 
 
 def step_from_wire(wire: Wire) -> tuple[Step, tuple[Message, ...]]:
-    """The step that `step_to_wire` has made ``wire`` of, without observations, and the messages."""
-    messages = (
-        Message(role, tuple(map(_part_from_wire, parts))) for role, parts in wire["messages"]
-    )
+    """The step from which `step_to_wire` made ``wire``, without observations, and its messages."""
+    messages = [
+        Message(role, tuple(map(_part_from_wire, content))) for role, content in wire["messages"]
+    ]
     context = Context(*wire["context"]) if wire["context"] else None
     return Step((), wire["done"], wire["info"], wire["reward"], context), tuple(messages)
 
 
 def digest_of(wire: Wire) -> str:
-    """Hash of what has to be the same when an episode is played again: all of a step but its
-    `info`."""
-    told = {name: value for name, value in wire.items() if name != "info"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    """Hash of the values of a step that must be equal in a replay: all except `info`."""
+    replayed = {name: value for name, value in wire.items() if name != "info"}
+    return hashlib.sha256(json.dumps(replayed, sort_keys=True).encode()).hexdigest()
 
 
 def checked_step(step: Any) -> Step:
-    """``step`` with Python's own numbers in the place of numpy's. EnvironmentFault: an environment
-    may not answer that."""
+    """``step`` with numpy numbers converted to Python numbers. EnvironmentFault: a value is
+    invalid."""
     _expect(step, Step, "step()")
     checked_observations(step.observations)
     done, reward, context = plain_number(step.done), step.reward, step.context
     _expect(done, bool, "done")
-    if reward is not None and (reward := finite_number(_as_integer(plain_number(reward)))) is None:
-        raise _bad(f"reward: found {step.reward!r}, allowed: a finite number or None")
+    if reward is not None:
+        reward = finite_number(_as_integer(plain_number(reward)))
+        if reward is None:
+            raise _bad(f"reward: found {step.reward!r}, allowed: a finite number or None")
     if context is not None:
         _expect(context, Context, "context")
         _expect(context.name, str, "context.name")
@@ -96,43 +97,44 @@ def checked_step(step: Any) -> Step:
     )
 
 
-def checked_observations(found: Any) -> tuple[Observation, ...]:
-    """``found`` as a tuple. EnvironmentFault: those are no observations."""
-    if not isinstance(found, list | tuple):
-        raise _bad(f"observations: found {type(found).__name__}, allowed: a tuple of Observation")
-    for observation in found:
+def checked_observations(observations: Any) -> tuple[Observation, ...]:
+    """``observations`` as a tuple. EnvironmentFault: they are not observations."""
+    if not isinstance(observations, list | tuple):
+        kind = type(observations).__name__
+        raise _bad(f"observations: found {kind}, allowed: a tuple of Observation")
+    for observation in observations:
         _expect(observation, Observation, "observation")
         if observation.role not in get_args(Role):
             raise _bad(f"role: found {observation.role!r}, allowed: {', '.join(get_args(Role))}")
-    return tuple(found)
+    return tuple(observations)
 
 
-def checked_messages(messages: Iterable[tuple[Role, Any]]) -> list[Message]:
-    """Messages of roles and parts. EnvironmentFault: some are none, or all together are too
-    long."""
-    found = [Message(role, _checked_parts(parts)) for role, parts in messages]
-    parts = [part for message in found for part in message.parts]
-    characters = sum(len(part) for part in parts if isinstance(part, str))
-    size = sum(
-        len(part.source)
-        for part in parts
-        if isinstance(part, MediaPart) and isinstance(part.source, bytes)
-    )
-    if characters > MOST_CHARACTERS or size > MOST_MEDIA_BYTES:
-        limits = f"allowed {MOST_CHARACTERS} and {MOST_MEDIA_BYTES}"
+def checked_messages(contents: Iterable[tuple[Role, Any]]) -> list[Message]:
+    """Messages from roles and parts. EnvironmentFault: a part is invalid, or all messages together
+    are too long."""
+    messages = [Message(role, _checked_content(content)) for role, content in contents]
+    characters = size = 0
+    for message in messages:
+        for part in message.parts:
+            if isinstance(part, str):
+                characters += len(part)
+            elif isinstance(part.source, bytes):
+                size += len(part.source)
+    if characters > MAX_CHARACTERS or size > MAX_MEDIA_BYTES:
+        limits = f"allowed {MAX_CHARACTERS} and {MAX_MEDIA_BYTES}"
         raise _bad(
             f"observations: found {characters} characters and {size} bytes of media, {limits}"
         )
-    return found
+    return messages
 
 
-def _checked_parts(parts: Any) -> tuple[Part, ...]:
-    if not isinstance(parts, list | tuple):
+def _checked_content(content: Any) -> tuple[Part, ...]:
+    if not isinstance(content, list | tuple):
         raise _bad(
-            f"format_observation(): found {type(parts).__name__}, allowed: a tuple of texts and "
+            f"format_observation(): found {type(content).__name__}, allowed: a tuple of texts and "
             "MediaPart"
         )
-    for part in parts:
+    for part in content:
         if isinstance(part, MediaPart):
             _check_medium(part)
         else:
@@ -141,7 +143,7 @@ def _checked_parts(parts: Any) -> tuple[Part, ...]:
                 raise _bad(
                     "text: found half of a surrogate pair, such as \\ud800, which is no text"
                 )
-    return tuple(parts)
+    return tuple(content)
 
 
 def _check_medium(part: MediaPart) -> None:
@@ -162,27 +164,27 @@ def _is_text(text: str) -> bool:
 
 
 def _checked_info(info: Any) -> dict[str, Any]:
-    """``info`` as JSON values. EnvironmentFault: it is too long, or has what JSON has no word
-    for."""
+    """``info`` as JSON values. EnvironmentFault: it is too long, or has a value that JSON cannot
+    represent."""
     _expect(info, Mapping, "info")
     try:
         values = plain_values(info)
         text = json.dumps(values, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise _bad(f"info: found what JSON has no word for: {error}") from error
-    if len(text) > MOST_CHARACTERS:
-        raise _bad(f"info: found {len(text)} characters of JSON, allowed {MOST_CHARACTERS}")
+        raise _bad(f"info: found a value that JSON cannot represent: {error}") from error
+    if len(text) > MAX_CHARACTERS:
+        raise _bad(f"info: found {len(text)} characters of JSON, allowed {MAX_CHARACTERS}")
     return values
 
 
 def _as_integer(value: Any) -> Any:
-    """A truth value as a number, as Python counts it."""
+    """A bool as 0 or 1; other values unchanged."""
     return int(value) if isinstance(value, bool) else value
 
 
-def _expect(value: Any, kind: type, what: str) -> None:
+def _expect(value: Any, kind: type, name: str) -> None:
     if not isinstance(value, kind):
-        raise _bad(f"{what}: found {type(value).__name__}, allowed: {kind.__name__}")
+        raise _bad(f"{name}: found {type(value).__name__}, allowed: {kind.__name__}")
 
 
 def _bad(detail: str) -> EnvironmentFault:
@@ -200,6 +202,6 @@ def _part_to_wire(part: Part) -> str | Wire:
 def _part_from_wire(wire: str | Wire) -> Any:
     if isinstance(wire, str):
         return wire
-    return MediaPart(
-        wire["kind"], Path(wire["path"]) if "path" in wire else base64.b64decode(wire["base64"])
-    )
+    if "path" in wire:
+        return MediaPart(wire["kind"], Path(wire["path"]))
+    return MediaPart(wire["kind"], base64.b64decode(wire["base64"]))

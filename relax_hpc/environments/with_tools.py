@@ -1,5 +1,4 @@
-"""The environment `tools`: the policy calls tools, and is done when it says something without a
-call."""
+"""The environment `tools`: the policy calls tools. A turn without a call ends the episode."""
 
 from __future__ import annotations
 
@@ -15,13 +14,14 @@ class WithTools(Environment):
     """Tools by name, each with its options: `{tools: {calculator: {}, search: {corpus:
     texts.sqlite}}}`.
 
-    Each call of a turn gets one observation, in their order; a malformed call gets its error. A
-    call within a thought (`<think>`) stays a thought. `info` has the names of the tools that the
-    episode has called so far, and how many of its calls failed.
+    Each call of a turn gets one observation, in the order of the calls; for a malformed call it is
+    an error. A call within a thought (`<think>`) is ignored. `info` has the names of all tools that
+    the episode has called, and the number of calls that failed.
     """
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any] | None], most_calls: int = 8) -> None:
-        """``most_calls``: of a turn. ConfigError: there is no such tool."""
+        """``most_calls``: maximum number of calls in a turn. ConfigError: a tool does not exist, or
+        cannot be made."""
         self._tools, self._most_calls = tools_of(tools), most_calls
         self._called, self._failed = list[str](), 0
 
@@ -36,7 +36,7 @@ class WithTools(Environment):
         if len(calls) > self._most_calls:
             calls = [ToolError(f"found {len(calls)} calls in a turn, allowed {self._most_calls}")]
         answers = [self._answer(call) for call in calls]
-        # A reward sees the last value of each entry.
+        # A reward gets the `info` of the last step only, so that it includes earlier calls.
         self._called += [call.name for call in calls if isinstance(call, ToolCall)]
         self._failed += sum(isinstance(answer, ToolError) for answer in answers)
         info = {"calls": list(self._called), "failed": self._failed}

@@ -1,5 +1,5 @@
-"""The environment `zoom`: the policy looks at the pictures of its prompt again, a part of one or a
-turned one, until it answers."""
+"""The environment `zoom`: until it answers, the policy can view parts of the pictures of its
+prompt, and rotated pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_hpc.environments.with_tools import WithTools
 
 
 class ZoomIn(WithTools):
-    """Zoom and rotate as in DeepEyes, and other tools beside them."""
+    """The tools zoom and rotate of DeepEyes, and other tools."""
 
     def __init__(
         self,
@@ -26,11 +26,11 @@ class ZoomIn(WithTools):
         least_side: int = 28,
         limits: Mapping[str, Any] | None = None,
     ) -> None:
-        """``unit``: of boxes: pixels of the picture's file, or thousandths of its sides, as
-        Qwen3-VL counts. ``least_side``: pixels of what is shown, at least. ``limits``: fields of
+        """``unit``: unit of boxes: pixels of the picture's file, or thousandths of its sides, as in
+        Qwen3-VL. ``least_side``: minimum side, in pixels, of a shown part. ``limits``: fields of
         `multimodal.limits.Limits`.
 
-        ConfigError: one of them is not allowed.
+        ConfigError: an option is invalid.
         """
         super().__init__(tools or {}, most_calls)
         if unit not in get_args(Unit):
@@ -41,23 +41,25 @@ class ZoomIn(WithTools):
             raise ConfigError(
                 f"environment.options.least_side: found {least_side!r}, allowed: pixels, at least 1"
             )
-        self._unit, self._least = unit, least_side
+        self._unit, self._min_side = unit, least_side
         self._limits = _limits(limits or {})
-        self._look_at([])
+        self._set_pictures([])
 
     def reset(self, beginning: Beginning) -> tuple[Observation, ...]:
-        self._look_at(sources_of(beginning.media))
+        self._set_pictures(sources_of(beginning.media))
         return ()
 
-    def _look_at(self, sources: Sequence[Source]) -> None:
-        own = Zoom(sources, self._limits, self._unit, self._least), Rotate(sources, self._limits)
-        self._tools |= {tool.name: tool for tool in own}
+    def _set_pictures(self, sources: Sequence[Source]) -> None:
+        zoom = Zoom(sources, self._limits, self._unit, self._min_side)
+        rotate = Rotate(sources, self._limits)
+        self._tools |= {zoom.name: zoom, rotate.name: rotate}
 
 
-def _limits(wanted: Mapping[str, Any]) -> Limits:
+def _limits(values: Mapping[str, Any]) -> Limits:
     names = [field.name for field in dataclasses.fields(Limits)]
-    if unknown := sorted(set(wanted).difference(names)):
+    unknown = sorted(set(values).difference(names))
+    if unknown:
         raise ConfigError(
             f"environment.options.limits: found {', '.join(unknown)}, allowed: {', '.join(names)}"
         )
-    return Limits(**wanted)
+    return Limits(**values)

@@ -16,7 +16,7 @@ from relax_hpc.base.error_origin import describe_with_location
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.plugins import load_plugin
 from relax_hpc.base.signatures import describe_mismatch
-from relax_hpc.environments import tried
+from relax_hpc.environments import try_environment
 from relax_hpc.rewards import REWARDS
 from relax_hpc.rewards.signature import function_misfits
 from relax_hpc.tasks.base import Ask, Task
@@ -119,7 +119,7 @@ def tool_signatures(config: Config) -> Sequence[Mapping[str, Any]]:
     kind = environment_name(config)
     if not kind or not config.data.chat_template:
         return ()
-    return tried(kind, config.environment.options).signatures
+    return try_environment(kind, config.environment.options).signatures
 
 
 def environment_name(config: Config) -> str:

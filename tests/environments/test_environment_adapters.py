@@ -115,7 +115,9 @@ class TestGymnasium:
         self.registered("Written-v0", space, "go")
         game, _ = begun(self.made("Written-v0"))
         for said in allowed:
-            assert np.array_equal(game._action(said), np.asarray(json.loads(said), space.dtype))
+            assert np.array_equal(
+                game._read_action(said), np.asarray(json.loads(said), space.dtype)
+            )
         for said in others:
             assert game.step(Response(said, "stop", 0)).info == {
                 "invalid_actions": 1 + others.index(said)

@@ -139,7 +139,8 @@ def test_those_beside_one_that_ends_their_process_are_played_again(bad: str, fau
             *(play(host, *said, seed=seed) for seed, said in enumerate(words, 1))
         )
         with pytest.raises(
-            EnvironmentFault, match="environment_differs: it said something else after response 1"
+            EnvironmentFault,
+            match="environment_differs: it returned another message after response 1",
         ):
             await whim.step(Response("b", "stop", 1))
         return heard, before == await pid_of(idle, 1)
@@ -241,7 +242,11 @@ def test_what_can_work_in_no_episode_is_said_as_a_mistake_of_the_configuration()
         ),
         ("tool", {}, "environment.kind: found 'tool', allowed .*did you mean 'tools'"),
         ("relax_hpc.base.errors:ConfigError", {}, "found no class derived from"),
-        ("relax_hpc.environments.base:Environment", {}, "found a class without step; give it that"),
+        (
+            "relax_hpc.environments.base:Environment",
+            {},
+            "found a class without step; define it there",
+        ),
     ],
 )
 def test_an_environment_that_cannot_be_had_is_said_at_once(

@@ -17,7 +17,7 @@ from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.environments import environment_class, made_with
+from relax_hpc.environments import environment_class, make_environment
 from relax_hpc.environments.base import Beginning, MediaPart, Message, Response
 from relax_hpc.environments.tool_calls import ToolCall
 from relax_hpc.queue.row_schema import Row
@@ -67,7 +67,7 @@ def played(
         tokenizer,
     )
     tokens, shown = list(prompt.token_ids), [medium.source for medium in prompt.media]
-    environment = made_with(environment_class(environment_name(config)), config.environment.options)
+    environment = make_environment(environment_class(environment_name(config)), config.environment.options)
     environment.reset(
         Beginning(prompt.text, "", {}, tuple(MediaPart("image", source) for source in shown))
     )

@@ -30,7 +30,7 @@ from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of, rea
 from relax_hpc.environments.tools import corpus, pictures, tools_of
 from relax_hpc.environments.tools.calculator import value_of
 from relax_hpc.environments.tools.corpus import Corpus, write_corpus
-from relax_hpc.environments.tools.mcp import Connection, NoAnswer, ServerDied
+from relax_hpc.environments.tools.mcp import NoAnswer, ServerDied, ServerProcess
 from relax_hpc.environments.tools.pictures import box_of
 from relax_hpc.environments.with_tools import WithTools
 from relax_hpc.environments.zoom import ZoomIn
@@ -383,7 +383,7 @@ def test_a_question_that_takes_too_long_is_told_of(
     write_corpus(file, (("", f"word {number}") for number in range(2000)))
     monkeypatch.setattr(corpus, "_STEPS", 100)
     with pytest.raises(TimeoutError):
-        Corpus(file).found("word", 3, limit_s=-1.0)
+        Corpus(file).search("word", 3, limit_s=-1.0)
 
 
 # -- pictures --------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ def test_boxes_may_be_in_thousandths(pixels: np.ndarray) -> None:
 
 
 def test_what_is_shown_of_a_huge_picture_is_not_huge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "MOST_PIXELS", 20_000)
+    monkeypatch.setattr(pictures, "MAX_PIXELS", 20_000)
     environment = zoom(encoded(picture(200, 400)))
     [observation] = environment.step(
         said(call("image_zoom_in_tool", bbox_2d=[0, 0, 400, 200]))
@@ -573,7 +573,7 @@ def test_a_server_that_dies_or_hangs_is_started_again_and_asked_again(
 
 
 def test_a_server_that_does_not_read_is_ended() -> None:
-    connection = Connection(["sleep", "1000"], {"PATH": os.environ["PATH"]})
+    connection = ServerProcess(["sleep", "1000"], {"PATH": os.environ["PATH"]})
     try:
         with pytest.raises(NoAnswer, match="does not read its input"):
             connection.ask("tools/call", {"text": "x" * (1 << 20)}, 0.2)

@@ -1,5 +1,5 @@
-"""Tools that the policy may call, one file each, found by name: one of `TOOLS`, or
-`package.module:Class`, or a function there that gives a list of them."""
+"""Tools that the policy may call, one file each, found by name: one of `TOOLS`, or a user's class
+as `package.module:Class`, or a user's function that returns a list of tools."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ TOOLS: dict[str, str] = {
     "search": "relax_hpc.environments.tools.search:Search",
     "mcp": "relax_hpc.environments.tools.mcp:mcp_tools",
 }
-"""Tools that are built in, by name: where each lies."""
+"""Name of a built-in tool -> its import path."""
 
 
 def tools_of(wanted: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Tool]:
-    """Tools by the names under which they are called. ``wanted``: name of a tool -> its options.
+    """Tools by the names under which the policy calls them. ``wanted``: name of a tool -> its
+    options.
 
-    ConfigError: there is no such tool, it cannot be made, or two are called alike.
+    ConfigError: a tool does not exist or cannot be made, or two tools have the same name.
     """
     if not isinstance(wanted, Mapping):
         raise ConfigError(
             f"environment.options.tools: found {wanted!r}, allowed: tools by name, with their "
             "options"
         )
-    found: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}
     for name, options in wanted.items():
-        for tool in _made(name, json.dumps(options or {}, sort_keys=True)):
-            if tool.name in found:
+        for tool in _make_tools(name, json.dumps(options or {}, sort_keys=True)):
+            if tool.name in tools:
                 raise ConfigError(
                     f"environment.options.tools: two are called {tool.name!r}, allowed: one"
                 )
-            found[tool.name] = tool
-    return found
+            tools[tool.name] = tool
+    return tools
 
 
 def options_of(tool: str, environment: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Options of a tool, among those of an ``environment``; None: it has no such tool.
+    """Options of a tool in the options of an ``environment``; None: it does not have the tool.
 
     >>> options_of("python", {"tools": {"python": None}}), options_of("search", {})
     ({}, None)
@@ -53,15 +54,17 @@ def options_of(tool: str, environment: Mapping[str, Any]) -> Mapping[str, Any] |
 
 
 @functools.cache
-def _made(name: str, options: str) -> tuple[Tool, ...]:
-    """The tools of one name and these options, for the whole process: some take long to make."""
+def _make_tools(name: str, options: str) -> tuple[Tool, ...]:
+    """The tools of one name with these options. They are cached for the whole process, because some
+    take long to make."""
     try:
-        made = load_plugin("environment.options.tools", name, TOOLS)(**json.loads(options))
+        plugin: Any = load_plugin("environment.options.tools", name, TOOLS)
+        instance = plugin(**json.loads(options))
     except TypeError as error:
         raise ConfigError(
             f"environment.options.tools: {name!r} cannot be made with {options}: {error}"
         ) from error
-    tools = tuple(made) if isinstance(made, list) else (made,)
+    tools = tuple(instance) if isinstance(instance, list) else (instance,)
     if not all(isinstance(tool, Tool) for tool in tools):
         raise ConfigError(
             f"environment.options.tools: {name!r}: found no class derived from Tool, and no list "

@@ -16,8 +16,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "boolean": (bool,),
 }
-MOST = 10**15
-"""Size of a number at most: JSON has larger ones, with which tools cannot count."""
+MAX_NUMBER = 10**15
+"""Maximum absolute value of a number. JSON allows larger ones, with which tools cannot compute."""
 Answer = str | Observation
 
 
@@ -28,13 +28,13 @@ class Parameter:
     kind: Kind
     description: str
     default: Any = None
-    """Value where a call has none; None: a call has to have one."""
+    """Value if a call does not have the argument; None: the argument is required."""
     length: int = 0
-    """Numbers that there have to be of kind `numbers`; 0: any."""
+    """Length of a list of kind `numbers`; 0: any length."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema of it."""
+        """JSON schema of the argument."""
         if self.kind != "numbers":
             return {"type": self.kind, "description": self.description}
         bounds = {"minItems": self.length, "maxItems": self.length} if self.length else {}
@@ -46,24 +46,26 @@ class Parameter:
         }
 
     def check(self, name: str, value: Any) -> None:
-        """ToolError: ``value`` is no such argument."""
+        """ToolError: ``value`` is not a valid argument."""
         if not self._allows(value):
-            wanted = (
-                f"a list of {self.length or 'any'} numbers" if self.kind == "numbers" else self.kind
-            )
-            raise ToolError(f"argument {name}: found {str(value)[:80]!r}, allowed: {wanted}")
+            allowed: str = self.kind
+            if self.kind == "numbers":
+                allowed = f"a list of {self.length or 'any'} numbers"
+            raise ToolError(f"argument {name}: found {str(value)[:80]!r}, allowed: {allowed}")
 
     def _allows(self, value: Any) -> bool:
         if self.kind != "numbers":
-            return _is(value, self.kind)
-        numbers = isinstance(value, list) and all(_is(each, "number") for each in value)
-        return numbers and (not self.length or len(value) == self.length)
+            return _is_kind(value, self.kind)
+        if not isinstance(value, list) or not all(_is_kind(item, "number") for item in value):
+            return False
+        return not self.length or len(value) == self.length
 
 
 class Tool:
-    """Something that the policy may call. One of `TOOLS` is made once in a process, for all its
-    episodes, and called by several of them at a time: it keeps nothing from one call to the next.
-    Arguments of `__init__` are its options.
+    """A tool that the policy may call.
+
+    Arguments of `__init__` are its options. A tool is made once in a process for all episodes,
+    which may call it concurrently. It must not store anything between calls.
 
     >>> class Twice(Tool):
     ...     name, description = "twice", "Doubles a number."
@@ -78,41 +80,45 @@ class Tool:
     description: str
     parameters: ClassVar[Mapping[str, Parameter]] = {}
 
-    def call(self, **arguments: Any) -> Answer:
-        """Answer to the policy. ToolError: it is told that; what else is raised ends the
+    # With these two types a subclass may declare any parameters.
+    def call(self, *args: Any, **arguments: Any) -> Answer:
+        """Answer to the policy. ToolError: its text is the answer. Any other exception ends the
         episode."""
         raise NotImplementedError
 
     def called(self, arguments: Mapping[str, Any]) -> Answer:
-        """Answer of `call` to ``arguments``, once they are checked. ToolError: they are not those
-        of this tool."""
-        if unknown := sorted(set(arguments).difference(self.parameters)):
+        """Check ``arguments``, and return the answer of `call`. ToolError: they do not fit the
+        parameters of this tool."""
+        unknown = sorted(set(arguments).difference(self.parameters))
+        if unknown:
             raise ToolError(
                 f"{self.name} has no argument {', '.join(unknown)}; it has: "
                 f"{', '.join(self.parameters)}"
             )
-        given = {}
+        checked = {}
         for name, parameter in self.parameters.items():
-            given[name] = arguments.get(name, parameter.default)
+            checked[name] = arguments.get(name, parameter.default)
             if name not in arguments and parameter.default is None:
                 raise ToolError(f"{self.name} needs the argument {name}: {parameter.description}")
-            parameter.check(name, given[name])
-        return self.call(**given)
+            parameter.check(name, checked[name])
+        return self.call(**checked)
 
     @property
     def signature(self) -> dict[str, Any]:
-        """The tool as a chat template shows it to the policy."""
+        """Signature of the tool, in OpenAI's format, for the chat template."""
         properties = {name: parameter.schema for name, parameter in self.parameters.items()}
         required = [
             name for name, parameter in self.parameters.items() if parameter.default is None
         ]
         schema = {"type": "object", "properties": properties, "required": required}
-        about = {"name": self.name, "description": self.description, "parameters": schema}
-        return {"type": "function", "function": about}
+        function = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": function}
 
 
-def _is(value: Any, kind: str) -> bool:
-    """Whether ``value`` is of this kind; to Python, true is an integer too."""
+def _is_kind(value: Any, kind: str) -> bool:
+    """Whether ``value`` is of this kind. In Python, a bool is an integer, too."""
     if not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == "boolean"):
         return False
-    return isinstance(value, str) or -MOST <= value <= MOST
+    if isinstance(value, int | float):
+        return -MAX_NUMBER <= value <= MAX_NUMBER
+    return True

@@ -1,4 +1,4 @@
-"""A calculator: Python's arithmetic, within bounds that no expression gets out of."""
+"""A calculator: Python's arithmetic, with limits on the size of numbers and expressions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from relax_hpc.environments.tool_calls import ToolError
 from relax_hpc.environments.tools.base import Parameter, Tool
 
 Number = int | float
-MOST_CHARACTERS = 1000
-MOST_BITS = 4096
-"""Bits of a whole number, in between too."""
-MOST_DIGITS = 300
-"""Digits to which a number is rounded, before or behind the point."""
+MAX_CHARACTERS = 1000
+MAX_BITS = 4096
+"""Maximum number of bits of an integer, also of intermediate results."""
+MAX_DIGITS = 300
+"""Maximum number of digits for `round`, before or after the decimal point."""
 
 
-def _rounded(value: Number, digits: Number = 0) -> Number:
-    # To very many digits of a whole number Python counts for ever.
-    return round(value, max(-MOST_DIGITS, min(operator.index(digits), MOST_DIGITS)))
+def _round(value: Number, digits: Any = 0) -> Number:
+    # Python computes 10**digits for an integer, which takes very long for many digits.
+    return round(value, max(-MAX_DIGITS, min(operator.index(digits), MAX_DIGITS)))
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{"abs": abs, "round": _rounded, "min": min, "max": max},
+    **{"abs": abs, "round": _round, "min": min, "max": max},
     **{
         name: getattr(math, name)
         for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan")
@@ -38,7 +38,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "radians": math.radians,
 }
 _CONSTANTS = {"pi": math.pi, "e": math.e}
-_UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -52,7 +55,7 @@ _ALLOWED = "numbers, + - * / // % **, parentheses, pi, e, " + ", ".join(sorted(_
 
 
 class Calculator(Tool):
-    """Values of expressions."""
+    """Computes the value of an expression."""
 
     name = "calculator"
     description = f"Computes the value of an expression of {_ALLOWED}."
@@ -61,32 +64,31 @@ class Calculator(Tool):
     }
 
     def call(self, expression: str) -> str:
-        """The value as a text. ToolError: it has none, or is not allowed."""
+        """The value as a text. ToolError: the expression has no value, or is not allowed."""
         return shown(value_of(expression))
 
 
 def value_of(expression: str) -> Number:
-    """The value of ``expression``. ToolError: it has none, or is not allowed.
+    """The value of ``expression``. ToolError: it has no value, or is not allowed.
 
     >>> value_of("2 ** 10 - sqrt(16) / 4")
     1023.0
     """
-    if len(expression) > MOST_CHARACTERS:
-        raise ToolError(
-            f"expression: found {len(expression)} characters, allowed {MOST_CHARACTERS}"
-        )
+    if len(expression) > MAX_CHARACTERS:
+        raise ToolError(f"expression: found {len(expression)} characters, allowed {MAX_CHARACTERS}")
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        cause = _error_text(error)
         raise ToolError(
-            f"expression: cannot be read or has no value: {_why(error)}; allowed: {_ALLOWED}"
+            f"expression: cannot be read or has no value: {cause}; allowed: {_ALLOWED}"
         ) from error
     except (ArithmeticError, TypeError) as error:
-        raise ToolError(f"expression: has no value: {_why(error)}") from error
+        raise ToolError(f"expression: has no value: {_error_text(error)}") from error
 
 
 def shown(value: Number) -> str:
-    """``value`` as a text, a whole number without a point.
+    """``value`` as a text; a whole number has no decimal point.
 
     >>> shown(3.0), shown(0.1 + 0.2), shown(10**20)
     ('3', '0.3', '100000000000000000000')
@@ -103,29 +105,30 @@ def _value(node: ast.expr) -> Number:
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
             return _UNARY[type(op)](_value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _computed(_BINARY[type(op)], _value(left), _value(right))
+            return _apply(_BINARY[type(op)], _value(left), _value(right))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            return _computed(_FUNCTIONS[name], *map(_value, arguments))
+            return _apply(_FUNCTIONS[name], *map(_value, arguments))
     raise ToolError(f"expression: found {ast.unparse(node)[:80]}, allowed: {_ALLOWED}")
 
 
-def _computed(function: Callable[..., Any], *values: Number) -> Number:
+def _apply(function: Callable[..., Any], *values: Number) -> Number:
     if function is operator.pow and all(isinstance(value, int) for value in values):
+        # Checked before the power is computed, which could take very long.
         base, exponent = values
-        if abs(int(exponent)) * max(1, int(base).bit_length()) > MOST_BITS:
-            raise OverflowError(f"the power has more than {MOST_BITS} bits")
+        if abs(int(exponent)) * max(1, int(base).bit_length()) > MAX_BITS:
+            raise OverflowError(f"the power has more than {MAX_BITS} bits")
     return _bounded(function(*values))
 
 
 def _bounded(value: Any) -> Number:
     if isinstance(value, complex) and not cmath.isnan(value):
         raise ArithmeticError("the result is a complex number")
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
-        raise OverflowError(f"a whole number has more than {MOST_BITS} bits")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise OverflowError(f"a whole number has more than {MAX_BITS} bits")
     if isinstance(value, float) and not math.isfinite(value):
         raise OverflowError(f"the result is {value}")
     return value
 
 
-def _why(error: Exception) -> str:
+def _error_text(error: BaseException) -> str:
     return getattr(error, "msg", "") or str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Programs of the policy, run apart from everything else, as the reward `code` runs them."""
+"""The tool `python`: runs programs of the policy in a jail, like the reward `code`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from relax_hpc.environments.tools.base import Parameter, Tool
 from relax_hpc.rewards.jail import Jail
 
 KEY = "environment.options.tools.python"
-_SHOWN = 4000
-"""Characters of an output that the policy is told: as many of its beginning as of its end."""
+_MAX_OUTPUT_CHARS = 4000
+"""Maximum length of an output for the policy. Of a longer output it gets the beginning and the
+end."""
 
 
 class Python(Tool):
-    """Runs a program; its options are those of `reward.code`. `timeout_s` is for one program, and
-    those that concern tests, `share` and `same_process`, have no effect."""
+    """Runs a program. The options are those of `reward.code`. `timeout_s` is the limit of one
+    program. The options for tests, `share` and `same_process`, have no effect."""
 
     name = "python"
     description = "Runs a Python program, without files or a network, and tells what it prints."
@@ -33,35 +34,36 @@ class Python(Tool):
 
     @cached_property
     def _jail(self) -> Jail:
-        """Made where programs are run, which is not where a configuration is checked."""
+        """Made at the first call: a configuration may be checked on a machine that cannot run
+        programs."""
         return Jail(self._settings, KEY)
 
     def call(self, code: str) -> str:
-        """Output of the program, errors in it, and how it ended if not well. ToolError: it was not
-        done in time. ConfigError: programs cannot be kept apart on this machine."""
-        ran = self._jail.run(code, "", self._settings.timeout_s, with_errors=True)
-        output = shortened(ran.output.rstrip("\n"))
-        if not ran.in_time:
+        """Output and errors of the program, and its exit code if that is not 0. ToolError: it was
+        not done in time. ConfigError: programs cannot be isolated on this machine."""
+        result = self._jail.run(code, "", self._settings.timeout_s, with_errors=True)
+        output = shortened(result.output.rstrip("\n"))
+        if not result.in_time:
             raise ToolError(
                 f"not done in {self._settings.timeout_s:g} s; it had printed:\n{output}"
             )
-        return f"{output}\n(exit code {ran.code})" if ran.code else output or "(it printed nothing)"
+        if result.code:
+            return f"{output}\n(exit code {result.code})"
+        return output or "(it printed nothing)"
 
 
 def settings_of(options: Mapping[str, Any]) -> CodeSettings:
-    """Settings of the jail. ConfigError: an option is not allowed."""
+    """Settings of the jail. ConfigError: an option is invalid."""
     return CodeSettings(**clean(CodeSettings, options, KEY))
 
 
-def shortened(text: str, most: int = _SHOWN) -> str:
-    """``text``, without its middle where it is longer.
+def shortened(text: str, max_chars: int = _MAX_OUTPUT_CHARS) -> str:
+    """``text``, without its middle if it is longer than ``max_chars``.
 
     >>> shortened("0123456789", 4)
     '01\\n(6 characters left out)\\n89'
     """
-    half = most // 2
-    return (
-        text
-        if len(text) <= most
-        else f"{text[:half]}\n({len(text) - 2 * half} characters left out)\n{text[-half:]}"
-    )
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    return f"{text[:half]}\n({len(text) - 2 * half} characters left out)\n{text[-half:]}"

@@ -1,4 +1,4 @@
-"""Search in a corpus of one's own, see `corpus`."""
+"""Search in a user's corpus, see `corpus`."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ _KEY = "environment.options.tools.search"
 
 
 class Search(Tool):
-    """Finds documents by the words that they have."""
+    """Finds documents by their words."""
 
     name = "search"
     description = "Searches a collection of texts, and shows those that have most of the words."
     parameters: ClassVar = {"query": Parameter("string", "words that the texts should have")}
 
     def __init__(self, corpus: str, results: int = 3, characters: int = 600) -> None:
-        """``results``: documents shown for a query. ``characters``: of a text shown whole; of a
-        longer one an excerpt is. ConfigError: ``corpus`` is none."""
+        """``results``: maximum number of documents shown for a query. ``characters``: maximum
+        length of a text that is shown completely; of a longer text an excerpt is shown.
+        ConfigError: the file ``corpus`` is not a corpus."""
         if not Path(corpus).is_absolute():
             raise ConfigError(
-                f"{_KEY}.corpus: found {corpus!r}, allowed: an absolute path, the same wherever a "
-                "run goes on"
+                f"{_KEY}.corpus: found {corpus!r}, allowed: an absolute path, which is also valid "
+                "where a run resumes"
             )
         self._corpus, self._results, self._characters = Corpus(corpus), results, characters
 
     def call(self, query: str) -> str:
-        """The documents, by title. ToolError: the query has no words, or too many documents have
-        them."""
+        """Titles and texts of the documents. ToolError: the search takes too long, because too many
+        documents have the words."""
         try:
-            found = self._corpus.found(query, self._results)
+            documents = self._corpus.search(query, self._results)
         except TimeoutError:
             raise ToolError("too many texts have these words; look for rarer ones") from None
-        return "\n\n".join(map(self._shown, found)) or "No text has any of these words."
+        return "\n\n".join(map(self._show, documents)) or "No text has any of these words."
 
-    def _shown(self, document: Document) -> str:
-        text = (
-            document.text
-            if len(document.text) <= self._characters
-            else document.excerpt[: self._characters]
-        )
+    def _show(self, document: Document) -> str:
+        text = document.text
+        if len(text) > self._characters:
+            text = document.excerpt[: self._characters]
         return f"{document.title}\n{text}".strip()

@@ -11,7 +11,7 @@ from relax_hpc.config.groups import group_with_role
 from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.data.template_files import find_templates
-from relax_hpc.environments import tried
+from relax_hpc.environments import try_environment
 from relax_hpc.rollout.agents.options import AgentOptions
 from relax_hpc.tasks import environment_name, get_task
 
@@ -34,7 +34,7 @@ def check_environment(config: Config) -> Iterator[str]:
     try:
         # Create it, because only the environment can check its options.
         if kind != AGENT:
-            tried(kind, config.environment.options)
+            try_environment(kind, config.environment.options)
     except ConfigError as error:
         yield from error.mistakes
     if task.makes("episode"):
