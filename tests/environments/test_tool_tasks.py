@@ -67,7 +67,9 @@ def played(
         tokenizer,
     )
     tokens, shown = list(prompt.token_ids), [medium.source for medium in prompt.media]
-    environment = make_environment(environment_class(environment_name(config)), config.environment.options)
+    environment = make_environment(
+        environment_class(environment_name(config)), config.environment.options
+    )
     environment.reset(
         Beginning(prompt.text, "", {}, tuple(MediaPart("image", source) for source in shown))
     )
