@@ -310,7 +310,7 @@ def bomb(size: int, text: bytes = b" ") -> bytes:
 def test_samples_that_unpack_to_too_much_are_left_out_and_said(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_log, "_MOST_MEMBER_BYTES", 4 << 20)
+    monkeypatch.setattr(sample_log, "_MAX_MEMBER_BYTES", 4 << 20)
     run.samples.mkdir()
     whole = gzip.compress(json_line(**SAMPLE, response="kept").encode())
     (run.samples / "rollout-inc-000001-rank-0.jsonl.gz").write_bytes(whole + bomb(64 << 20) + whole)
