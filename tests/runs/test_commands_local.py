@@ -115,7 +115,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         ]
         no_requests = scatter(live.run.root)
         assert (
-            "process 0 of rollout none of its engines"
+            "are all engines of process 0 of rollout"
             in ask(live, "scale", "--without", "0,1", code=78).stderr
         )
         assert (
