@@ -131,9 +131,7 @@ class Checkpoints:
         The result is the same in all ranks."""
         with self.context.spans("checkpoint", step=step):
             self.saver.wait()
-        return self.ranks.broadcast({"unsaved": step > saved or bool(self.saver.failure)})[
-            "unsaved"
-        ]
+        return self.ranks.tell({"unsaved": step > saved or bool(self.saver.failure)})["unsaved"]
 
     def settle(self) -> None:
         """Wait until pending checkpoints are written."""

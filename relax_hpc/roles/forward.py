@@ -170,7 +170,7 @@ def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
 def _next_command(context: Context, ranks: Ranks) -> dict[str, Any]:
     """Wait for the next command of the leader. The leader waits for the same cause."""
     with context.spans("wait", cause=HUB) as waiting:
-        command = ranks.broadcast(None)
+        command = ranks.tell(None)
         waiting.set_causes(command["claim"]["waited"] if command["do"] == "score" else _FOR_NEWS)
     return command
 
@@ -213,7 +213,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
             _put(client, role, rows, scores, claim, version)
         work = client.submit_claim(role, budget)
         context.report(claim.step, ranks.reader.plane_counts.take_metrics())
-    ranks.broadcast({"do": "end"})
+    ranks.tell({"do": "end"})
 
 
 def _read(client: QueueClient, ranks: Ranks, scorer: Scorer, claim: Claim) -> list[Row] | None:
@@ -223,7 +223,7 @@ def _read(client: QueueClient, ranks: Ranks, scorer: Scorer, claim: Claim) -> li
         lambda: check_claim(client, claim, scorer.placeholders, scorer.routes)
     ):
         return None
-    ranks.broadcast({"do": "score", "claim": claim.message()})
+    ranks.tell({"do": "score", "claim": claim.message()})
     return ranks.rows(claim, ranks.control)
 
 
@@ -300,7 +300,7 @@ class _Weights:
                 news, staged = fetched
                 if self.ranks.size > 1:
                     relays = self.reader.fetcher.relay_folders(news)
-                    self.ranks.broadcast({"do": "load", "news": asdict(news), "relays": relays})
+                    self.ranks.tell({"do": "load", "news": asdict(news), "relays": relays})
                 self.scorer.load(staged)
                 self._note_served(Version.parse(news.version))
         self.news = self.reader.newer()

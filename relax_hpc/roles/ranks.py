@@ -79,14 +79,14 @@ class Ranks:
         planes = open_planes(context.run, context.config, context.group, owner, self.pool)
         return ShardReader(shard_files(context.run, context.config), planes)
 
-    def broadcast(self, message: dict[str, Any] | Future | None) -> dict[str, Any]:
+    def tell(self, message: dict[str, Any] | Future | None) -> dict[str, Any]:
         """Return the leader's ``message``, or its result if it is a Future, in every rank."""
         return self.control.broadcast(message)
 
     def ask_queue(self, request: Callable[[QueueClient], Future]) -> Any:
         """Send a request from the leader to the queue, and return the answer, a message, in every
         rank; see `RankChannel.broadcast`."""
-        return self.broadcast(request(self._client) if self._client else None)
+        return self.tell(request(self._client) if self._client else None)
 
     def rows(self, claim: Claim, channel: RankChannel) -> list[Row] | None:
         """Return all rows of ``claim``. Each rank reads them itself.

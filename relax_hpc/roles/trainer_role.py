@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 from relax_hpc.base.errors import StoppedError
+from relax_hpc.base.old_attribute import OldAttribute
 from relax_hpc.config.groups import groups_that_train
 from relax_hpc.config.schema import TrainerConfig
 from relax_hpc.queue.client import Claim, QueueClient, StepTrained, then
@@ -88,6 +89,9 @@ class TrainerRole:
     """One rank of a group that trains. Every method runs in all ranks; only the leader talks to the
     queue."""
 
+    beside = OldAttribute("hooks")
+    told = OldAttribute("step_ack")
+
     def __init__(
         self,
         context: Context,
@@ -137,7 +141,7 @@ class TrainerRole:
                 self.checkpoints.save(step)
             self.settle()
             # The other ranks may end only after the leader has finished its work.
-            self.ranks.broadcast({})
+            self.ranks.tell({})
             raise StoppedError(f"{stop}: saved step {step}") from None
         self.ranks.close()
 
@@ -156,7 +160,7 @@ class TrainerRole:
 
     def check_edge(self) -> None:
         """Raise StopBeforeStep, in every rank, if no further step may begin."""
-        reason = self.ranks.broadcast({"reason": self.windows.stop_reason()})["reason"]
+        reason = self.ranks.tell({"reason": self.windows.stop_reason()})["reason"]
         if reason:
             raise StopBeforeStep(reason)
 
@@ -227,7 +231,7 @@ class TrainerRole:
         whose timeout does not stop while a disk is full or the hub is replaced.
         """
         with self.context.spans("wait", step=step, cause=DISK):
-            answer = self.ranks.broadcast((self.step_ack or {}) if self.ranks.leader else None)
+            answer = self.ranks.tell((self.step_ack or {}) if self.ranks.leader else None)
         return answer.get("save_next", False)
 
     def gradients(

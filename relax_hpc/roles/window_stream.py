@@ -107,7 +107,7 @@ class WindowStream:
         """Whether all rows of ``claims``, about which `take_windows` has asked, are on disk. If
         not, some were lost."""
         with self.context.spans("wait", step=step, cause=DISK):
-            held = self.ranks.broadcast(self.settling if self.ranks.leader else None)
+            held = self.ranks.tell(self.settling if self.ranks.leader else None)
         return len(held) == sum(len(claim.tickets) for claim in claims)
 
     def give_back(self, step: int, number: int, claims: list[Claim]) -> None:
@@ -171,7 +171,7 @@ class WindowStream:
                     work, may_end=True, awaited=f"{cause[0]}: {cause[1]}: no answer of the queue"
                 )
                 message = {"reason": reason, "answer": None if reason else work.result()}
-            message = self.ranks.broadcast(message)
+            message = self.ranks.tell(message)
         if message["reason"]:
             raise StopBeforeStep(message["reason"])
         return message["answer"]
@@ -187,7 +187,7 @@ class WindowStream:
         assert requested is not None
         while True:
             with self.context.spans("wait", step=step, cause=HUB) as waiting:
-                message = self.ranks.broadcast(
+                message = self.ranks.tell(
                     self._next(requested, step, may_end) if self.ranks.leader else None
                 )
                 if message["reason"]:

@@ -285,7 +285,7 @@ def test_ranks_wait_together_until_the_queue_knows_of_a_step() -> None:
     actor, heard = giving(), list[Any]()
     actor.step_ack = future = Future()
     future.set_result({})
-    actor.ranks.broadcast = lambda message: heard.append(message) or {}
+    actor.ranks.tell = lambda message: heard.append(message) or {}
     actor.await_step_ack(3)
     assert heard == [future], "what the others hear of meanwhile"
     actor.ranks.leader, actor.step_ack = False, None
@@ -385,7 +385,7 @@ class Recorded(TrainerRole):
             settle=self.settled,
         )
         self.ranks = SimpleNamespace(
-            broadcast=lambda message: message, close=lambda: self.saved.append("closed")
+            tell=lambda message: message, close=lambda: self.saved.append("closed")
         )
 
     def check_edge(self) -> None:

@@ -81,7 +81,7 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     found = {8: iter([None, rows])}
     rows_of = {"rows": lambda claim, channel: next(found[claim.lease])}
     ranks = SimpleNamespace(
-        size=2, broadcast=told.append, control=RankChannel(10.0), reader=reader, **rows_of
+        size=2, tell=told.append, control=RankChannel(10.0), reader=reader, **rows_of
     )
     context = SimpleNamespace(
         client=client,
