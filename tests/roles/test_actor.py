@@ -159,7 +159,7 @@ def waiting(deadline: float | None = None, client: Queue | None = None) -> Any:
     actor.context = SimpleNamespace(config=actor.config, client=client or Queue(), **about, **spans)
     layout, alone = SimpleNamespace(data_size=1), RankChannel(10.0)
     ways = {
-        "broadcast": alone.broadcast,
+        "tell": alone.broadcast,
         "control": alone,
         "rows": lambda *_: [],
         "channel": lambda: alone,
