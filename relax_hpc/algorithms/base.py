@@ -140,7 +140,7 @@ class Algorithm:
     mini_batches: int = bounded(1, 1)
     """Number of optimizer steps in each pass. It divides prompts_per_step."""
     reduction: Reduction = "token_mean"
-    """Mean over an optimizer step that the loss is. `token_mean`: over tokens. `sequence_mean`:
+    """Average of the loss over an optimizer step. `token_mean`: over tokens. `sequence_mean`:
     over episodes, of the mean of each episode. `constant`: over episodes, of the sum of each
     episode divided by `constant_tokens`, as in Dr. GRPO."""
     constant_tokens: int = bounded(0, 0)

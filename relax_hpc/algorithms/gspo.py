@@ -36,8 +36,10 @@ class Gspo(Grpo):
     clip_high: float = bounded(4e-4, 0.0)
     """The upper clip bound of a row's ratio is 1 + clip_high."""
     reduction: Reduction = "sequence_mean"
-    """Mean over an optimizer step that the loss is, with the same options as in all algorithms.
-    The paper takes the mean over sequences."""
+    """Average of the loss over an optimizer step; options as in all algorithms.
+
+    The paper takes the mean over sequences.
+    """
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         from relax_hpc.algorithms.kl import safe_exp

@@ -35,8 +35,10 @@ class Sapo(Algorithm):
     temperature_down: float = bounded(1.05, 0.0)
     """Temperature of the gate for tokens with a negative advantage."""
     reduction: Reduction = "sequence_mean"
-    """Mean over an optimizer step that the loss is, with the same options as in all algorithms.
-    The paper takes the mean over sequences."""
+    """Average of the loss over an optimizer step; options as in all algorithms.
+
+    The paper takes the mean over sequences.
+    """
 
     advantages = Grpo.advantages
 

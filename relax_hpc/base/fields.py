@@ -124,7 +124,7 @@ _TABLE = (
         "teacher_top_logprobs",
         "token",
         "float32",
-        "of these, by the teacher",
+        "log-probabilities of `teacher_top_ids`, by the teacher",
         "nats",
         by="teacher",
         tail=(None,),

@@ -265,10 +265,10 @@ class RowCounts:
             return 'no prompts; write one {"id", "prompt", "answer"} a line'
         if self.bad < total and self.bad <= max_bad_share * total:
             return ""
-        cure = "raise that limit, or " if "over_long" in self.counts else ""
+        fix = "raise that limit, or " if "over_long" in self.counts else ""
         return (
             f"{self.bad} of {total} lines are bad: {self.reasons}; allowed share {max_bad_share}; "
-            f"{cure}mend the file, or raise data.max_bad_share"
+            f"{fix}correct the file, or raise data.max_bad_share"
         )
 
 

@@ -51,7 +51,7 @@ def a_spare_takes_over(live: SlurmRun, spare: str) -> None:
 
 def another_rider_leads(live: SlurmRun) -> None:
     holder = live.lease_holder()
-    with live.only("hub", "kill -9 of a supervisor that rides on rollout's nodes"):
+    with live.only("hub", "kill -9 of a supervisor on a node of rollout"):
         psutil.Process(holder["pid"]).kill()
         live.supervised_anew(holder["incarnation"])
 

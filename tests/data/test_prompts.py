@@ -119,7 +119,7 @@ def test_every_reason_is_told_with_its_first_line(tmp_path, tokenizer):
         "1 wrong_type (first line 1: prompt is a list of chat messages; set data.chat_template: "
         "model",
         "1 over_long (first line 4: 9 tokens, data.max_prompt_tokens is 8)",
-        "raise that limit, or mend the file",
+        "raise that limit, or correct the file",
     ):
         assert part in str(caught.value)
 

@@ -63,7 +63,7 @@ class Liveness:
         self.silent: set[tuple[str, int]] = set()
         """Groups, with their incarnations, under another supervisor that have a silent member."""
         self.awaited_groups: dict[str, dict[str, Any]] = {}
-        """Groups that other groups wait for, by the newest answer; see `Presence.report`."""
+        """Groups that other groups wait for, by the newest answer; see `GroupPresence.report`."""
         self.activities: dict[str, str] = {}
         """Present activity of groups whose activity the user should see, such as the start of an
         engine, which takes minutes."""

@@ -1,4 +1,7 @@
-"""Verdicts on roles and groups: alive, done, waiting or dead. No other module decides this.
+"""Verdicts on roles and groups: alive, done, waiting or dead.
+
+The supervisor uses no other rule. Only a group whose separate job has left the queue for good is
+replaced without a verdict (`cluster.slurm.lost_jobs`).
 
 The strongest evidence decides. From strong to weak:
 

@@ -29,7 +29,8 @@ def find_waits(
 ) -> list[dict[str, Any]]:
     """All groups that other groups wait for, the longest wait first; JSON values.
 
-    ``lacking``: see `Presence.report`; ``groups``: see `group_status`. `spent`: hours of a `unit`
+    ``lacking``: see `GroupPresence.report`; ``groups``: see `group_status`.
+    `spent`: hours of a `unit`
     (GPU, node, process) that the running groups have held without work during the wait.
     """
     unit = unit_of(config)

@@ -118,9 +118,9 @@ class TrainerConfig:
     separate limit."""
     balance_window: int = bounded(4, 1)
     """Number of micro-batches per data-parallel rank in a window. A window consists of prompt
-    groups in ticket order. Within a window, rows are distributed over the ranks by length (media
-    count their tokens twice) and packed into few micro-batches of equal size. A larger window is
-    balanced better and has fewer micro-batches; a smaller window is trained earlier."""
+    groups in the order of training. Within a window, rows are distributed over the ranks by length
+    (media count their tokens twice) and packed into few micro-batches of equal size. A larger
+    window is balanced better and has fewer micro-batches; a smaller window is trained earlier."""
     kernels: Kernels = "plain"
     """Implementation of the layers. The actor's setting also applies to the forward roles. `plain`:
     torch, on every device. `fused`: Triton kernels, on GPUs, for norms, rotary embedding, gated

@@ -1,5 +1,8 @@
-"""Reasons why a medium cannot be used. A sample with such a medium is counted and quarantined under
-that reason."""
+"""Reasons why a medium cannot be used.
+
+A row with such a medium is counted under the reason. If the medium is found bad during rollout, the
+prompt group fails and another prompt takes its ticket.
+"""
 
 from __future__ import annotations
 

@@ -28,5 +28,5 @@ def _check_hears(kind: Kind, rules: Rules) -> None:
     """ConfigError: a sound for a model without audio input."""
     if kind is Kind.AUDIO and not rules.rate:
         raise ConfigError(
-            "the prompts have sounds, which the model does not hear; allowed: qwen3_omni_moe"
+            "the prompts have sounds, but the model has no audio input; allowed: qwen3_omni_moe"
         )

@@ -170,8 +170,8 @@ class Subscriber:
         return relays.result()
 
     def newer(self) -> Future[PublishedVersion | None]:
-        """Future of the next version above the present one; None: the run is finished. For OWED see
-        `Weights.newer`.
+        """Future of the next version above the present one; None: the run is finished.
+        For EVALUATION_DUE see `WeightRequests.newer`.
 
         Versions that could not be read are skipped.
         """

@@ -67,7 +67,7 @@ def explain_wait(state: QueueState, version: Version | None) -> tuple[str, bool,
         return "serves no version of this lineage yet", False, cause
     step = plan.step_of(min([state.tickets.next, *state.tickets.reissued.lowest(1)]))
     if step >= plan.steps:
-        return "all tickets are out", True, (POLICY, "tickets: all are out")
+        return "all tickets of the run are assigned", True, (POLICY, "tickets: all are out")
     too_old = _explain_version(state, version, step)
     if too_old:
         return too_old, False, (POLICY, _NEWER)

@@ -22,7 +22,8 @@ def claimable(state: QueueState, task: str, budget: int, boundary: int) -> tuple
         return windows.cut_whole_step(state, task, boundary)
     edge = (queue.position // boundary + 1) * boundary
     for window in queue.returned:
-        # A returned window behind the boundary waits until all tickets before it are taken.
+        # A returned window that begins after the boundary waits until all earlier tickets are
+        # taken.
         if window[0] < edge and all(queue.statuses[ticket] == READY for ticket in window):
             return windows.cut_fitting(state, window, budget)
     if queue.in_sets:

@@ -62,8 +62,8 @@ class FreePositions:
         return min(max(0, step - self.first), self._steps - 1)
 
     def move(self, before: int, last: int) -> bool:
-        """Move a group from the last step ``before`` (NO_STEP: it has none) to ``last``; whether it
-        can have that. If not, nothing changes."""
+        """Reserve a position until step ``last`` for a group that had one until step ``before``
+        (NO_STEP: it had none). Return whether one is free. If not, nothing changes."""
         start = self._index(last)
         end = self._steps if before == NO_STEP else self._index(before)
         fits = last >= self.first and all(self.free[index] > 0 for index in range(start, end))
