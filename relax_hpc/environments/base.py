@@ -19,8 +19,8 @@ FaultReason = Literal[
     "environment_answer",
     "environment_differs",
 ]
-"""Why an environment failed: it raised, took too long, its process died, it returned an invalid
-value, or it returned another value when an episode was replayed."""
+"""Reasons why an environment failed: it raised, took too long, its process died, it returned an
+invalid value, or it returned another value when an episode was replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Response:
     text: str
     """Text without special tokens."""
     finish_reason: str
-    """How the turn ended: stop, or length if it was cut off."""
+    """End of the turn: stop, or length if it was cut off."""
     turn: int
     """Number of the turn, from 0."""
     in_thought: bool = False

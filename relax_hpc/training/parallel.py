@@ -149,7 +149,7 @@ def import_libraries(device: str, local_rank: int | None, trains: bool = False) 
         if device == "cpu":
             device_calls.install()
         upstream_fixes.install()
-        importlib.import_module("relax_hpc.training.models.megatron")
+        importlib.import_module("relax_hpc.training.models.stage_model")
         if trains:
             importlib.import_module("relax_hpc.training.checkpoint.strategy")
             if device == "cuda":

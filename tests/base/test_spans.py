@@ -176,7 +176,7 @@ def test_a_long_file_is_cut_into_parts_and_read_as_one(tmp_path, monkeypatch):
         with spans("generate", step=step):
             pass
     spans.close()
-    for thread in [one for one in threading.enumerate() if one.name == "parts"]:
+    for thread in [one for one in threading.enumerate() if one.name == "compression"]:
         thread.join(60)
     assert len(rotated_files(path)) > 3 and all(
         part.suffix == ".gz" for part in rotated_files(path)
@@ -213,7 +213,7 @@ def test_parts_that_are_cut_at_once_are_all_compressed(tmp_path):
     for step in range(50):
         path.write_text(f"{step}\n" * 1000)
         rotate_closed_file(path, kept=100)
-    for thread in [one for one in threading.enumerate() if one.name == "parts"]:
+    for thread in [one for one in threading.enumerate() if one.name == "compression"]:
         thread.join(60)
     assert len(rotated_files(path)) == 50 and all(
         part.suffix == ".gz" for part in rotated_files(path)

@@ -61,7 +61,7 @@ def test_what_is_no_request_is_answered_and_other_files_are_left_alone(run, cont
         == requests.pending_requests(run, lambda _: True)
     )
     answer = requests.wait_for_answer(run, GroupRequest(2, "", ""), 1.0)
-    assert "000002.json: no request: op is one of release, restart, start" in answer["error"]
+    assert "000002.json: no request: op must be one of release, restart, start" in answer["error"]
     assert {path.name for path in folder.glob("*.answer.json")} == {
         "000002.answer.json",
         "backup.answer.json",

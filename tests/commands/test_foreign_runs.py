@@ -113,7 +113,7 @@ def test_commands_name_a_run_that_may_not_be_read(user: PlainUser, shared: Path)
         text = out + err
         assert (code, text.count("\n")) == (EXIT_CONFIG, 1), (argv, code, text)
         # A new run names the setting that is wrong; all others name the file.
-        refused = (": not yours to read (permission denied); ", " is not writable for you; ")
+        refused = (": not yours to read (permission denied); ", ", but you cannot write in ")
         assert any(text_part in text for text_part in refused), (argv, text)
         assert argv[0] == "check" or err.startswith("relax-hpc: error: "), (argv, text)
 

@@ -153,8 +153,8 @@ def test_what_ends_a_worker_costs_its_group_and_the_next_one_is_well(
         "reward_died", "the process that computed own_rewards:word was ended by SIGSEGV"
     )
     want = (
-        "the process that computed own_rewards:word was ended by SIGKILL, perhaps for want of "
-        "memory"
+        "the process that computed own_rewards:word was ended by SIGKILL, possibly because "
+        "memory was short"
     )
     assert killed == RewardError("reward_died", want)
     assert raised == RewardError(

@@ -92,7 +92,7 @@ class PolicyAnswer:
 
     @property
     def named_calls(self) -> list[tuple[str, ToolCall]]:
-        """Its calls with the ids that their results refer to."""
+        """Calls of this answer, with the ids that their results refer to."""
         return [(f"call_{self.number}_{index}", call) for index, call in enumerate(self.calls)]
 
 
