@@ -171,7 +171,7 @@ _TABLE = (
         "finish_reason",
         "row",
         "str",
-        "how it ended, see `Ended` of engines; partial: not yet",
+        "reason for its end, see `FinishReason`; partial: not yet",
         by="rollout",
     ),
     FieldSpec(

@@ -96,11 +96,20 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
     key, found and allowed. `relax_hpc.ops.checks.settings` checks settings against each other.
     """
     config = build(Config, compose(files, overrides).tree)
+    declare_run_fields(config)
+    return config
+
+
+def declare_run_fields(config: Config) -> None:
+    """Add the fields that only this run has to the table of fields: those of the class of its
+    engines, and the routes of routing replay.
+
+    ConfigError: the kind of engine is unknown, or a field cannot be added.
+    """
     if imports_allowed():
         declare_fields(KIND_KEY, declared_fields(config.rollout.engine.kind))
     if config.model.routing_replay != "off":
         declare_fields("model.routing_replay", (ROUTES,))
-    return config
 
 
 def load_resolved(run_dir: Path | str, group: str = "") -> Config:

@@ -6,14 +6,20 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.fields import FIELDS, fields_by
 from relax_hpc.config.groups import base_name, groups_that_train, rank_count
+from relax_hpc.config.load import declare_run_fields
 from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config
 
 
 def check_groups(config: Config) -> Iterator[str]:
     """Check that each role that the run needs is in one group."""
+    try:
+        declare_run_fields(config)
+    except ConfigError as error:
+        yield from error.mistakes
     if "hub" not in config.groups:
         yield (
             f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: "

@@ -171,7 +171,9 @@ class EpisodeTurns:
         limit = await self._add_messages(row, session.opening, "")
         if limit:
             raise EnvironmentFault(
-                "environment_answer", f"its opening leaves no room for a turn ({limit})"
+                "environment_answer",
+                f"the prompt and the environment's opening leave no tokens for a turn ({limit}); "
+                "raise rollout.max_new_tokens or data.max_row_tokens",
             )
         return row
 
