@@ -4,15 +4,19 @@ all of them."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from relax_hpc.base.versions import Version
 from relax_hpc.queue.controller.messages import Refused
+from relax_hpc.queue.controller.state.progress import Progress
 from relax_hpc.queue.plan import GENERATED, Plan
+from relax_hpc.queue.row_ids import row_ids
 from tests.helpers.queue_helpers import small
 from tests.helpers.queue_world import GROUPS, World, contents
 from tests.queue.queue_machine import WorldMachine, searched
@@ -314,3 +318,59 @@ class CutsMachine(WorldMachine):
 
 TestCutsMachine = CutsMachine.TestCase
 TestCutsMachine.settings = searched(20, 400)
+
+
+def with_critic(staleness: int, keep_steps: int) -> TrainersWorld:
+    """A run whose steps both the actor and a critic train."""
+    plan = trainers_plan(("critic",), staleness=staleness, keep_steps=keep_steps)
+    return TrainersWorld(plan, ("critic",), budget=1000)
+
+
+def act_until(it: TrainersWorld, is_reached: Callable[[Progress], bool], *waiting: str) -> None:
+    """Let all roles but ``waiting`` act until the progress is as wanted."""
+    for _, role in itertools.product(range(100), (*GROUPS, *it.others)):
+        if is_reached(it.service.state.progress):
+            return
+        if role not in waiting:
+            it.act(role)
+    raise AssertionError("does not get there")
+
+
+def statuses_of(it: TrainersWorld, step: int) -> set[str]:
+    """What became last of the rows that ``step`` trains."""
+    tickets = it.service.state.tickets_of(step)
+    return {it.status[name] for t in tickets for name in row_ids(t, it.declared[t])}
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_resume_later_again_counts_the_rows_between_as_trained(staleness):
+    it = with_critic(staleness, keep_steps=2)
+    act_until(it, lambda progress: progress.complete_steps == [1, 2])
+    it.kill("critic", True)
+    it.others["critic"].step = it.from_checkpoint("critic", older=1)
+    assert it.others["critic"].step == 1 and statuses_of(it, 1) == {"accepted"}
+    it.kill("critic", True)
+    it.others["critic"].step = it.from_checkpoint("critic", older=0)
+    state = it.service.state
+    assert it.others["critic"].step == 2 and statuses_of(it, 1) == {"trained"}
+    assert not any(ticket in state.tickets.untrained for ticket in state.tickets_of(1))
+    assert all(state.is_trained(ticket) for ticket in state.tickets_of(1))
+    assert contents(it.service.replayed()) == contents(state)
+    it.go_to_the_end()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_rows_stay_until_a_trainer_that_resumed_before_a_complete_checkpoint_has_them(staleness):
+    """The critic dies after it has saved step 2, and the actor saves it later: the checkpoint is
+    complete, but the critic has resumed at step 1."""
+    it = with_critic(staleness, keep_steps=0)
+    act_until(it, lambda progress: progress.complete_steps == [1])
+    act_until(it, lambda progress: progress.trained["actor"] == 2, "critic")
+    act_until(it, lambda progress: len(progress.parts("critic")) == 2, "actor")
+    it.kill("critic", True)
+    it.others["critic"].step = it.from_checkpoint("critic", older=0)
+    act_until(it, lambda progress: progress.complete_steps == [1, 2], "critic")
+    assert it.others["critic"].step == 1 and statuses_of(it, 1) == {"accepted"}
+    incarnation = it.incarnations["critic"]
+    it.go_to_the_end()
+    assert it.incarnations["critic"] == incarnation, "it is refused nothing"

@@ -7,7 +7,8 @@ A trainer that restarts resumes at the newest complete checkpoint. Versions and 
 policy. If the policy resumes at an earlier step, rows of later versions are dropped, and the
 incarnation of every other trainer beyond that step is ended, so that it resumes there too. If
 another trainer resumes at an earlier step, the rows still exist: it receives them again under the
-same steps, and no other role has to undo anything.
+same steps, and no other role has to undo anything. If it then ends and resumes at a later step, its
+checkpoint has been trained on the rows of the steps between: they count as trained by it again.
 """
 
 from __future__ import annotations
@@ -188,8 +189,13 @@ def train(state: QueueState, task: str, step: int, leases: list[int], save_at: i
         state.progress.timed_saves.append(save_at)
     for lease in leases:
         consume(state, lease)
-    for trained_step in state.progress.train(task, step):
-        tickets = state.tickets_of(trained_step)
+    _finish_steps(state, state.progress.train(task, step))
+
+
+def _finish_steps(state: QueueState, steps: range) -> None:
+    """End the wait of the rows of ``steps``, which all trainers have trained now."""
+    for trained_step in steps:
+        tickets = _known_tickets(state, trained_step)
         state.tickets.end_wait(tickets, state.groups.rows_of(tickets))
         for number, count in state.groups.shards_of(tickets).items():
             state.shards.count_untrained(number, -count)
@@ -197,6 +203,11 @@ def train(state: QueueState, task: str, step: int, leases: list[int], save_at: i
         state.add_row_events("trained", tickets, version, trained_step)
     state.woken.add(ADMISSION)
     lose_stale(state)
+
+
+def _known_tickets(state: QueueState, step: int) -> list[int]:
+    """Tickets that ``step`` trains, without retired ones."""
+    return [ticket for ticket in state.tickets_of(step) if ticket in state.groups]
 
 
 @applies("evaluated")
@@ -211,7 +222,9 @@ def save_checkpoint(
 ) -> None:
     part = {"incarnation": incarnation, "name": name, "digest": digest}
     if state.progress.save(step, task, part):
-        _retire(state, (step - state.plan.keep_steps) * state.plan.prompts_per_step)
+        # A trainer that has resumed before this checkpoint still needs the rows from there on.
+        end = min(step - state.plan.keep_steps, state.progress.trained_steps)
+        _retire(state, end * state.plan.prompts_per_step)
     state.woken.add(ALL)
 
 
@@ -249,6 +262,7 @@ def resume(state: QueueState, task: str, incarnation: int, step: int) -> None:
 def _resume_other_trainer(state: QueueState, task: str, step: int) -> None:
     """A trainer that is not the policy's gets the rows of ``step`` and later steps again."""
     first, queue = step * state.plan.prompts_per_step, state.tasks[task]
+    _skip_steps(state, task, step)
     state.progress.trained[task] = step
     tickets = state.order.between(first) if queue.in_sets else range(first, state.tickets.next)
     for ticket in tickets:
@@ -263,6 +277,18 @@ def _resume_other_trainer(state: QueueState, task: str, step: int) -> None:
         state.progress.forget_after(step)
         _end_trainer(state, POLICY)
     state.woken.add(ALL)
+
+
+def _skip_steps(state: QueueState, task: str, end: int) -> None:
+    """Count the steps before ``end`` that ``task`` was about to train again as trained by it: the
+    complete checkpoint from which it resumes was saved after it had trained them."""
+    steps = range(state.progress.trained[task], end)
+    if not steps:
+        return
+    for step in steps:
+        for ticket in _known_tickets(state, step):
+            state.tasks[task].statuses[ticket] = DONE
+    _finish_steps(state, state.progress.train(task, end - 1))
 
 
 def _end_trainer(state: QueueState, task: str) -> None:
