@@ -37,7 +37,7 @@ def folder() -> Iterator[Path]:
 
 
 def shortened(command: str) -> str:
-    """The same command with fewer steps, and the checkpoint of the last of them."""
+    """The same command with fewer steps, and the checkpoint of the last one."""
     command = re.sub(r"--steps \d+", f"--steps {STEPS}", command)
     return re.sub(r"step-\d{6}", f"step-{STEPS:06}", command)
 
@@ -47,7 +47,7 @@ def test_every_command_works(folder: Path) -> None:
     for section in examples(PAGE):
         commands += section.commands
         for name, text in section.files.items():
-            (folder / name).write_text(text)
+            (folder / name).write_text(text.replace("samples: 200", "samples: 20"))
     # One shell for all, because a command sets variables for those after it.
     lines = [f"{shortened(command)}\necho '{MARK}'" for command, _ in commands]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
