@@ -121,7 +121,7 @@ class Attempt:
             return []
         starts = logged
         if isinstance(draft, History):
-            if draft.is_other and logged:
+            if draft.may_differ_from_log and logged:
                 # The log has a part of an earlier play, which has other tokens.
                 return []
             if _token_fields():

@@ -139,7 +139,7 @@ class PolicyModel:
         return self.spec.build(self.config, str(self.device), first, last, self.kernels)
 
     def _mapped_entries(self, entries: list[FusedParameter]) -> list[FusedParameter]:
-        """Entries of ``entries`` that this model has. A subclass may have fewer."""
+        """The ``entries`` that this model has. A subclass may have fewer."""
         return entries
 
     def load_hf(self, directory: Path) -> None:

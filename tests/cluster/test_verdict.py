@@ -117,8 +117,8 @@ def test_a_silent_supervisor_in_a_job_that_has_run_all_the_while_is_gone(
 
 
 def test_of_others_all_members_have_to_be_silent() -> None:
-    assert said(beats=STALE + FRESH, others=True).fate is Fate.SUSPECT
-    assert said(beats=STALE + STALE, others=True).fate is Fate.DEAD
+    assert said(beats=STALE + FRESH, has_other_supervisor=True).fate is Fate.SUSPECT
+    assert said(beats=STALE + STALE, has_other_supervisor=True).fate is Fate.DEAD
     assert said(beats=STALE + FRESH).fate is Fate.DEAD, "of one's own the slowest counts"
 
 
@@ -132,7 +132,7 @@ def test_who_loads_without_getting_on_hangs() -> None:
     stuck = [{"age_s": 0.5, "busy_s": 0.0, "loads": True, "loading_s": 1900.0}]
     assert (
         said(beats=stuck, load_s=2000.0) is LIVES
-        and said(beats=stuck, load_s=1800.0, others=True) is LIVES
+        and said(beats=stuck, load_s=1800.0, has_other_supervisor=True) is LIVES
     )
     hang = "has loaded one part for over 1800 s"
     assert said(beats=stuck, load_s=1800.0) == Verdict(Fate.DEAD, hang)

@@ -172,7 +172,7 @@ class Liveness:
             if beat["group"] not in groups and not beat["group"].startswith(SUPERVISOR):
                 beats_of.setdefault((beat["group"], "", beat["incarnation"]), []).append(beat)
         return {
-            key: verdict(Evidence(beats=beats, others=True), self.limits)
+            key: verdict(Evidence(beats=beats, has_other_supervisor=True), self.limits)
             for key, beats in beats_of.items()
         }
 

@@ -103,7 +103,7 @@ class Evidence:
     """Seconds for which that job has run."""
     beats: Sequence[Mapping[str, Any]] | None = None
     """Newest heartbeat of each member that has sent one."""
-    others: bool = False
+    has_other_supervisor: bool = False
     """Whether it is a group under another supervisor."""
     known_s: float = 0.0
     """Seconds for which it has been supervised."""
@@ -184,12 +184,12 @@ def _by_beats(evidence: Evidence, limits: LivenessConfig) -> Verdict | None:
         return Verdict(Fate.DEAD, text)
     ages = [beat["age_s"] for beat in evidence.beats]
     silence = f"has sent no heartbeat for {limits.lease_s:.0f} s"
-    decisive_age = min(ages) if evidence.others else max(ages)
+    decisive_age = min(ages) if evidence.has_other_supervisor else max(ages)
     if decisive_age > limits.lease_s:
         return Verdict(Fate.DEAD, silence)
     if max(ages) > limits.lease_s:
         return Verdict(Fate.SUSPECT, silence)
-    if evidence.others:
+    if evidence.has_other_supervisor:
         return None
     if max(beat["busy_s"] for beat in evidence.beats) > limits.hang_s:
         return Verdict(Fate.DEAD, f"has worked on one task for over {limits.hang_s:.0f} s")

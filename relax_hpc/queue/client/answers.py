@@ -138,7 +138,7 @@ class Claim:
         return None if answer.get("finished") else cls.from_message(answer)
 
     def without_results(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Rows of ``rows`` that do not have the fields of the task yet."""
+        """The ``rows`` that do not have the fields of the task yet."""
         if not self.given:
             return rows
         return [row for row in rows if ticket_of(row["row_id"]) not in self.given]

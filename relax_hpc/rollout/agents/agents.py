@@ -234,7 +234,7 @@ def _end_episode(history: History, end: ProgramEnd) -> Episode:
             continue
         row.draft = row.prefix(row.turns[-1] if row.turns else 0)
         # The log may have the answers that are removed here.
-        history.is_other = True
+        history.may_differ_from_log = True
     return history.end(end.reason, end.row, end.outcome)
 
 

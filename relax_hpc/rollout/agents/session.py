@@ -308,7 +308,7 @@ class AgentSession:
         else:
             self._history.rows.remove(row)
         # The log of the episode may have a part of the turn.
-        self._history.is_other = True
+        self._history.may_differ_from_log = True
         self._bounds.forget_turn()
 
     def _tokens(
@@ -344,7 +344,7 @@ class AgentSession:
             row.draft, is_complete = recorded
             return is_complete
         if self._recorded.has_more(number, start):
-            self._history.is_other = True
+            self._history.may_differ_from_log = True
         if row.length:
             row.draft.append_observation(tokens[len(row.prompt) + row.length :])
         return False

@@ -70,7 +70,7 @@ class History:
     rows: list[OpenRow] = field(default_factory=list)
     ended: Episode | None = None
     """The whole episode, once it has ended."""
-    is_other: bool = False
+    may_differ_from_log: bool = False
     """Whether the episode was started again, so that its tokens may differ from the logged ones."""
 
     @classmethod
@@ -106,7 +106,7 @@ class History:
 
     def restart(self) -> None:
         """Discard all rows."""
-        self.rows, self.is_other = [], True
+        self.rows, self.may_differ_from_log = [], True
 
     def end(self, reason: FinishReason, row: OpenRow, outcome: Mapping[str, Any]) -> Episode:
         """End the episode in ``row``. ``outcome``: `info` and `reward` of the environment."""

@@ -176,7 +176,7 @@ def idle_batch(
 
 
 def _common_fields(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Names of ``names`` that every row has."""
+    """The ``names`` that every row has."""
     return [name for name in names if all(row.get(name) is not None for row in rows)]
 
 

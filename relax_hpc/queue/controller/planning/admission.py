@@ -42,7 +42,7 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
 
 
 def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[int]:
-    """Admitted tickets of ``tickets`` whose tokens of ``version`` can still be trained in time.
+    """The ``tickets``, admitted before, whose tokens of ``version`` can still be trained in time.
 
     Others may have taken their positions since. New tickets need no check, because the number of
     tickets before them is limited.
