@@ -1,5 +1,9 @@
-"""A measurement in a process of its own: how it is started, how it answers, and what is made of one
-that does not."""
+"""A measurement runs in its own process: how it is started and how its figures are read.
+
+A program reports its figures as one JSON object on a line of its own; the last such line counts. It
+may report several times (`note`), so that a process that fails or reaches its deadline keeps the
+figures that it had by then.
+"""
 
 from __future__ import annotations
 
@@ -16,67 +20,98 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-_NO_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError", "Cannot allocate memory")
+_OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError", "Cannot allocate memory")
+_ERROR_CHARACTERS = 160
 
 
-def answer(measure: Callable[..., Mapping[str, float]]) -> None:
-    """The whole program: `measure` with what it is asked for as JSON, and `device`; its figures are
-    the last line."""
+def answer(measure: Callable[..., Mapping[str, Any]]) -> None:
+    """Be the whole program: call ``measure`` with the arguments that the command line has as JSON,
+    and with `device`, and report its figures."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("about", type=json.loads)
+    parser.add_argument("arguments", type=json.loads)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    args = parser.parse_args()
-    print(json.dumps(measure(**args.about, device=args.device)), flush=True)
+    options = parser.parse_args()
+    note(measure(**options.arguments, device=options.device))
 
 
-def ask(program: str, about: Mapping[str, Any], device: str, limit_s: float) -> dict[str, Any]:
-    """What a program here answers; an `error` where it does not, and whether `memory` was what it
-    lacked."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(HERE / f"{program}.py"),
-        json.dumps(about),
-        "--device",
-        device,
-    ]
-    # A session, so that what it has started ends with it.
-    started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+def note(figures: Mapping[str, Any]) -> None:
+    """Report ``figures``, all that are known so far."""
+    print(json.dumps(figures), flush=True)
+
+
+def ask(
+    program: str,
+    arguments: Mapping[str, Any],
+    device: str,
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The figures of a program in this folder. If it fails or takes more than ``limit_s`` seconds:
+    those that it had reported, `error`, and `memory` (whether it ran out of memory)."""
+    command = [sys.executable, "-W", "ignore", str(HERE / f"{program}.py")]
+    command += [json.dumps(arguments), "--device", device]
+    # In a session of its own, so that all processes that it starts end with it.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | dict(environment or {}),
     )
+    late = False
     try:
-        output, errors = started.communicate(timeout=limit_s)
+        output, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return {"error": f"FAILED: not done in {limit_s:g} s", "memory": False}
+        late = True
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
-        started.communicate()
-    return read(output, errors, started.returncode)
+            os.killpg(process.pid, signal.SIGKILL)
+        if late:
+            output, errors = process.communicate()
+    if late:
+        error = {"error": f"FAILED: not done in {limit_s:g} s", "memory": False}
+        return last_report(output) | error
+    return read(output, errors, process.returncode)
 
 
 def read(output: str, errors: str, code: int) -> dict[str, Any]:
-    """Of what a process has written.
+    """The figures in ``output`` of a process that ended with ``code``, and its error.
 
     >>> read("loading\\n{\\"both\\": 0.5}\\n", "", 0)
     {'both': 0.5}
     >>> read("", "Traceback\\ntorch.OutOfMemoryError: CUDA out of memory. Tried ...\\n\\n", 1)
     {'error': 'out of memory', 'memory': True}
+    >>> read("{\\"first\\": 1}\\n", "ValueError: no", 1)
+    {'first': 1, 'error': 'FAILED: ValueError: no', 'memory': False}
     """
-    with suppress(ValueError, IndexError):
-        if code == 0 and isinstance(found := json.loads(output.splitlines()[-1]), dict):
-            return found
-    if any(word in errors for word in _NO_MEMORY):
-        return {"error": "out of memory", "memory": True}
+    figures = last_report(output)
+    if code == 0 and figures:
+        return figures
+    if any(text in errors for text in _OUT_OF_MEMORY):
+        return figures | {"error": "out of memory", "memory": True}
     if code == -signal.SIGKILL:
-        return {"error": "killed, as by a host out of memory", "memory": True}
+        return figures | {"error": "killed, as by a host out of memory", "memory": True}
     last = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
-    return {"error": f"FAILED: {last[:160]}", "memory": False}
+    return figures | {"error": f"FAILED: {last[:_ERROR_CHARACTERS]}", "memory": False}
+
+
+def last_report(output: str) -> dict[str, Any]:
+    """The last line of ``output`` that is a JSON object; empty if there is none.
+
+    >>> last_report('{"a": 1}\\n{"a": 1, "b": 2}\\n{cut off')
+    {'a': 1, 'b': 2}
+    """
+    for line in reversed(output.splitlines()):
+        with suppress(ValueError):
+            figures = json.loads(line)
+            if isinstance(figures, dict):
+                return figures
+    return {}
 
 
 def sync(device: str) -> None:
-    """Wait until the device has done what it was asked for."""
+    """Wait until the device has finished the work that it was given."""
     if device == "cuda":
         import torch
 
@@ -84,7 +119,7 @@ def sync(device: str) -> None:
 
 
 def timed(act: Callable[[], object], device: str) -> float:
-    """Seconds until it is done on the device."""
+    """Seconds until ``act`` is finished on the device."""
     sync(device)
     started = time.perf_counter()
     act()
@@ -95,11 +130,12 @@ def timed(act: Callable[[], object], device: str) -> float:
 def in_turns(
     acts: Mapping[str, Callable[[], object]], rounds: int, device: str
 ) -> dict[str, list[float]]:
-    """Seconds of each act in every round but the first, which brings pages and kernels."""
+    """Seconds of each act in each of ``rounds`` rounds. A first round, which loads pages and
+    kernels, is not counted."""
     turns = [{name: timed(act, device) for name, act in acts.items()} for _ in range(rounds + 1)]
     return {name: [turn[name] for turn in turns[1:]] for name in acts}
 
 
 def middle(values: Sequence[float]) -> float:
-    """The median."""
+    """The median; of an even number of values, the upper one of the two in the middle."""
     return sorted(values)[len(values) // 2]
