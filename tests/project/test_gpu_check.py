@@ -37,50 +37,89 @@ def gpu(monkeypatch):
 
 
 def test_the_rows_are_those_of_the_page_and_each_can_be_measured(gpu) -> None:
-    """What a job is asked for, on tiny shapes too, is what its program takes."""
-    rows, page = gpu("rows"), (GPU.parents[1] / "docs/benchmarks/gpu.md").read_text()
+    """The arguments of a job, on tiny shapes too, are those that its program takes."""
+    rows, jobs = gpu("rows"), gpu("jobs").JOBS
+    page = (GPU.parents[1] / "docs/benchmarks/gpu.md").read_text()
     shown = re.findall(r"^\| (.+?) \|", page.partition("<!-- table gpu")[2], re.MULTILINE)
-    assert shown[2:] == [row.what for row in rows.ROWS]
-    assert {job for row in rows.ROWS for job in row.jobs} == set(rows.JOBS)
-    for name, job in rows.JOBS.items():
-        measure = gpu(job.program)
-        measure = (
-            getattr(measure, job.about["what"]) if job.program == "copies" else measure.measure
-        )
-        for about in (job.about, {**job.about, **job.small}):
-            (
-                inspect.signature(measure).bind(
-                    device="cpu", **{key: about[key] for key in about if key != "what"}
-                ),
-                name,
-            )
+    assert shown[2:] == [row.label for row in rows.ROWS]
+    assert {job for row in rows.ROWS for job in row.jobs} == set(jobs)
+    for name, job in jobs.items():
+        program = gpu(job.program)
+        for arguments in (dict(job.arguments), {**job.arguments, **job.small}):
+            measure = program.measure
+            if job.program == "copies":
+                measure = getattr(program, arguments.pop("what"))
+            assert inspect.signature(measure).bind(device="cpu", **arguments), name
 
 
-def test_only_what_fails_of_ours_is_a_failure(gpu, monkeypatch, capsys) -> None:
-    table, rows = gpu("table"), gpu("rows")
-    answers = {
-        "step": {"error": "out of memory", "memory": True},
-        "packing": {"error": "FAILED: a wrong name"},
-    }
-    monkeypatch.setattr(table, "ask", lambda program, *_: answers.get(program, {"of_raw": 0.5}))
-    monkeypatch.setattr(
-        sys, "argv", ["table.py", "--device", "cpu", "--small", "--only", "step", "copies"]
-    )
-    assert table.main() == 0
-    told = capsys.readouterr().out
-    assert (
-        "8B, 8 x 16,384: offloaded | out of memory" in told
-        and "of the raw pinned copy | 0.5 x | >= 0.95 x\n" in told
-    )
-    monkeypatch.setattr(
-        sys, "argv", ["table.py", "--device", "cpu", "--small", "--only", "packing"]
-    )
-    assert (
-        table.main() == 1
-        and "FAILED to be measured: 0.6B, lognormal: plain" in capsys.readouterr().out
-    )
-    row = next(row for row in rows.ROWS if row.what.startswith("device to slab"))
-    assert row.cells({"slab": {"of_raw": 0.96}}) == [row.what, "0.96 x", ">= 0.95 x: met"]
+def torch_version() -> str:
+    import torch
+
+    return torch.__version__
+
+
+@pytest.fixture
+def measure(gpu, monkeypatch):
+    """tools/gpu/measure.py. `measure.answers`: figures by program; others have `of_raw`."""
+    module = gpu("measure")
+    module.answers, module.asked = {}, []
+
+    def ask(program, *_):
+        module.asked.append(program)
+        return module.answers.get(program, {"of_raw": 0.5})
+
+    monkeypatch.setattr(module, "ask", ask)
+    return module
+
+
+def test_only_a_failure_of_ours_is_a_failure(gpu, measure, capsys) -> None:
+    measure.answers["step"] = {"error": "out of memory", "memory": True}
+    options = ["--device", "cpu", "--small", "--only"]
+    assert measure.main([*options, "step", "copies"]) == 0
+    output = capsys.readouterr().out
+    assert "8B, 8 x 16,384: offloaded | 0 s | out of memory\n" in output
+    assert "of the raw pinned copy | 0.5 x | >= 0.95 x\n" in output
+    measure.answers["packing"] = {"error": "FAILED: a wrong name"}
+    assert measure.main([*options, "packing"]) == 1
+    assert "FAILED to be measured: 0.6B, lognormal: fused" in capsys.readouterr().out
+    row = next(row for row in gpu("rows").ROWS if row.label.startswith("device to slab"))
+    assert row.cells({"slab": {"of_raw": 0.96}}) == [row.label, "0.96 x", ">= 0.95 x: met"]
+
+
+def test_each_figure_is_stored_and_a_second_call_measures_the_rest(
+    gpu, measure, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("RELAX_COMMIT", "abc")
+    options = ["--device", "cpu", "--small", "--store", str(tmp_path), "--only", "copies"]
+
+    def killed(program, *_):
+        if measure.asked:
+            raise KeyboardInterrupt
+        measure.asked.append(program)
+        return {"of_raw": 0.75}
+
+    whole = measure.ask
+    monkeypatch.setattr(measure, "ask", killed)
+    with pytest.raises(KeyboardInterrupt):
+        measure.main(options)
+    results = gpu("results")
+    stored = results.load({"device": "cpu", "commit": "abc", "torch": torch_version()}, tmp_path)
+    assert list(stored) == ["rates"]
+    monkeypatch.setattr(measure, "ask", whole)
+    measure.asked.clear()
+    assert measure.main(options) == 0
+    assert measure.asked == ["copies"] * 3 and "rates | stored" in capsys.readouterr().out
+    monkeypatch.setenv("RELAX_COMMIT", "def")
+    measure.asked.clear()
+    measure.main(options)
+    assert measure.asked == ["rates"] + ["copies"] * 3, "figures of another commit do not count"
+
+
+def test_no_job_is_started_that_would_end_too_late(measure, capsys) -> None:
+    options = ["--device", "cpu", "--only", "rates", "copies", "--seconds", "25"]
+    assert measure.main(options) == 0
+    assert measure.asked == ["rates"]
+    assert capsys.readouterr().out.count("no time left") == 3
 
 
 def test_a_measurement_is_a_process_with_a_deadline(gpu, tmp_path: Path, monkeypatch) -> None:
@@ -96,6 +135,11 @@ def test_a_measurement_is_a_process_with_a_deadline(gpu, tmp_path: Path, monkeyp
         "memory": False,
     }
     assert child.ask("large", {}, "cpu", 60.0)["error"] == "out of memory"
+    (tmp_path / "partly.py").write_text(
+        "import sys, time\nprint('{\"first_s\": 1.5}', flush=True)\ntime.sleep(600)\n"
+    )
+    figures = child.ask("partly", {}, "cpu", 1.0)
+    assert figures["first_s"] == 1.5 and figures["error"].startswith("FAILED"), figures
 
 
 def test_it_says_what_is_missing_and_skips_what_lacks_a_package(tmp_path: Path) -> None:

@@ -1,46 +1,70 @@
 #!/usr/bin/env bash
-# What this code does on this machine's GPU, in one command: tests, then a table of figures beside transformers' and
-# targets. Nothing is installed or fetched: it takes the Python that is there (RELAX_PYTHON, else python3) with its own
-# torch, and says what is missing. Each figure is measured in a process of its own, with a deadline: one that has not the
-# memory is a line that says so. It fails (1) only if a test fails; 78: too little is there to begin.
+# What this code does on this machine's GPU: figures beside transformers' and targets, then the tests.
+# The most valuable figure is measured first. Each has a process and a deadline of its own; one that needs more memory
+# than there is becomes a line that says so. Nothing is installed on the machine: the check takes the Python that is there
+# (RELAX_PYTHON, otherwise python3) with its own torch, and names what is missing.
+# Exit code: 1 if a test or a figure of this code failed, 78 if too little is there to begin.
 #
-#   tools/gpu/check.sh                       # everything, about an hour; --store keeps the figures in tools/bench/results
-#   tools/gpu/check.sh --device cpu --small  # every line of it on tiny shapes, without a GPU
-#   tools/gpu/check.sh --only tests          # or found (what is there and what is not), step, packing, overlap, copies,
-#                                            # staleness
+#   tools/gpu/check.sh                       # everything, about an hour
+#   tools/gpu/check.sh --store               # keeps each figure in tools/bench/results; the next call goes on from there
+#   tools/gpu/check.sh --seconds 560         # starts nothing that would end later
+#   tools/gpu/check.sh --device cpu --small  # every part on tiny shapes, without a GPU
+#   tools/gpu/check.sh --only step experts   # programs of tools/gpu, or jobs by name; `found`: only what is there;
+#                                            # `tests`: only the tests
+#   tools/gpu/check.sh --wheels FOLDER       # puts missing packages from wheels in a temporary folder
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${RELAX_PYTHON:-python3}
-device=cuda small=() store=() only="tests step packing overlap copies staleness"
+device=cuda small=() store=() only=() seconds= wheels=
 while [[ $# -gt 0 ]]; do
     case $1 in
         --device) device=${2:?--device: name cuda or cpu} && shift ;;
         --only)
-            only=${2:-}
-            [[ " found tests step packing overlap copies staleness " == *" $only "* ]] || {
-                echo "check: --only: found '$only', allowed: one of found tests step packing overlap copies staleness" && exit 78
-            }
-            shift
+            while [[ $# -gt 1 && $2 != --* ]]; do only+=("$2") && shift; done
+            [[ ${#only[@]} -gt 0 ]] || { echo "check: --only: found no name, allowed: found, tests, programs or jobs" && exit 78; }
             ;;
         --small) small=(--small) ;;
-        --store) store=(--store) ;;
-        *) sed -n '2,11s/^# \{0,1\}//p' "$0" && exit 78 ;;
+        --store)
+            store=(--store)
+            if [[ $# -gt 1 && $2 != --* ]]; then store+=("$2") && shift; fi
+            ;;
+        --seconds) seconds=${2:?--seconds: give a number} && shift ;;
+        --wheels) wheels=${2:?--wheels: name a folder} && shift ;;
+        *) sed -n '2,16s/^# \{0,1\}//p' "$0" && exit 78 ;;
     esac
     shift
 done
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-failed=0
-
+started=$SECONDS
+packages=
+trap '[[ -z $packages ]] || rm -rf "$packages"' EXIT
+if [[ -n $wheels ]]; then
+    packages=$(mktemp -d)
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$packages" "$wheels"/*.whl
+fi
+export PYTHONPATH="$PWD${packages:+:$packages}${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
 "$PYTHON" tools/gpu/found.py --device "$device"
 
-tests() { # $1: device; the rest goes to pytest
+wanted() { # wanted NAME: is this part to be done?
+    [[ ${#only[@]} == 0 || " ${only[*]} " == *" $1 "* ]]
+}
+figures=()
+for name in "${only[@]}"; do [[ $name == found || $name == tests ]] || figures+=("$name"); done
+failed=0 unmeasured=0
+if [[ ${#only[@]} == 0 || ${#figures[@]} -gt 0 ]]; then
+    [[ $device == cuda ]] || export CUDA_VISIBLE_DEVICES=
+    options=(--device "$device" "${small[@]}" "${store[@]}")
+    [[ ${#figures[@]} == 0 ]] || options+=(--only "${figures[@]}")
+    [[ -z $seconds ]] || options+=(--seconds "$((seconds - SECONDS + started))")
+    "$PYTHON" tools/gpu/measure.py "${options[@]}" || unmeasured=$?
+    [[ $unmeasured -lt 2 ]] || exit 78
+fi
+tests() { # tests DEVICE ARGUMENTS...: pytest
     local where=$1 code=0 && shift
     RELAX_TEST_DEVICE=$where "$PYTHON" -m pytest -p no:cacheprovider -p tools.gpu.missing -q "$@" || code=$?
     # 5: nothing was selected.
     [[ $code == 0 || $code == 5 ]] || failed=1
 }
-if [[ " $only " == *" tests "* ]]; then
+if wanted tests && [[ -z $seconds || $((seconds - SECONDS + started)) -gt 60 ]]; then
     if [[ ${#small[@]} -gt 0 ]]; then
         tests "$device" -m gpu tests/training/test_causal_attention.py
         tests cpu -m unit tests/rollout/test_deadline.py
@@ -49,13 +73,6 @@ if [[ " $only " == *" tests "* ]]; then
         tests cpu -m unit tests
     fi
 fi
-figures=()
-for part in $only; do [[ $part == tests || $part == found ]] || figures+=("$part"); done
-unmeasured=0
-if [[ ${#figures[@]} -gt 0 ]]; then
-    [[ $device == cuda ]] || export CUDA_VISIBLE_DEVICES=
-    "$PYTHON" tools/gpu/table.py --device "$device" "${small[@]}" "${store[@]}" --only "${figures[@]}" || unmeasured=1
-fi
 if [[ $failed == 1 ]]; then echo "check: tests FAILED, see above"; else echo "check: no test failed"; fi
 if [[ $unmeasured == 1 ]]; then echo "check: some figures could not be measured, see above"; fi
-exit "$failed"
+[[ $failed == 0 && $unmeasured == 0 ]]

@@ -1,6 +1,6 @@
 """A measurement runs in its own process: how it is started and how its figures are read.
 
-A program reports its figures as one JSON object on a line of its own; the last such line counts. It
+A program reports its figures as one JSON object on one line; the last such line counts. It
 may report several times (`note`), so that a process that fails or reaches its deadline keeps the
 figures that it had by then.
 """
@@ -50,7 +50,7 @@ def ask(
     those that it had reported, `error`, and `memory` (whether it ran out of memory)."""
     command = [sys.executable, "-W", "ignore", str(HERE / f"{program}.py")]
     command += [json.dumps(arguments), "--device", device]
-    # In a session of its own, so that all processes that it starts end with it.
+    # In a new session, so that all processes that it starts end with it.
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -97,7 +97,7 @@ def read(output: str, errors: str, code: int) -> dict[str, Any]:
 
 
 def last_report(output: str) -> dict[str, Any]:
-    """The last line of ``output`` that is a JSON object; empty if there is none.
+    """The last line of ``output`` that is a JSON object; empty if no line is.
 
     >>> last_report('{"a": 1}\\n{"a": 1, "b": 2}\\n{cut off')
     {'a': 1, 'b': 2}

@@ -1,0 +1,204 @@
+"""What tools/gpu/check.sh measures: one process for each job, in order of value.
+
+If the time of a machine is short, the first jobs are the ones that matter most: the rates of the
+device, whether each kernel is right and fast, a training step, memory at real sizes, the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TRAINER_ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""For processes that train. An engine with torch_memory_saver 0.0.10 refuses expandable segments,
+so processes that start engines do not get this variable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One process of `tools/gpu/PROGRAM.py`."""
+
+    program: str
+    arguments: Mapping[str, Any]
+    small: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that replace others on tiny shapes."""
+    needs: tuple[str, ...] = ()
+    """Modules without which the job is not measured."""
+    gpus: int = 1
+    ours: bool = True
+    """Whether a failure of the job is a failure of this code."""
+    expected_s: float = 40.0
+    """Seconds that it takes on an H100. With less time left it is not started."""
+    limit_s: float = 300.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+PEERS: Mapping[str, dict[str, Any]] = {
+    "transformers": {},
+    "transformers + Liger": {"liger": True},
+    "transformers, fp32 masters": {"masters": True},
+    "transformers + Liger, fp32 masters": {"liger": True, "masters": True},
+}
+OURS: Mapping[str, dict[str, Any]] = {
+    "plain": {"kernels": "plain"},
+    "fused": {"kernels": "fused"},
+    "fused, recomputed": {"kernels": "fused", "recompute": "full"},
+}
+SHORT_ROWS = {"count": 8, "length": 2048}
+CASES: Mapping[str, dict[str, Any]] = {
+    "0.6B, 8 x 2,048": {"shape": "0.6B", **SHORT_ROWS, "micro": 16384},
+    "1.7B, 8 x 2,048": {"shape": "1.7B", **SHORT_ROWS, "micro": 8192},
+    "0.6B, 1 x 16,384": {"shape": "0.6B", "count": 1, "length": 16384, "micro": 16384},
+}
+LARGE: dict[str, Any] = {
+    "shape": "8B",
+    "count": 8,
+    "length": 16384,
+    "micro": 16384,
+    "actor": {"kernels": "fused", "recompute": "full", "optimizer": {"offload": True}},
+    "steps": 1,
+}
+MODES = ("0", "colocate", "1")
+OVERLAPPED: Mapping[str, dict[str, Any]] = {
+    "whole optimizer": {},
+    "distributed optimizer": {"distributed": True},
+}
+COPY_ROUNDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "slab": ({"count": 8, "length": 1024, "rounds": 7}, {"count": 2, "length": 32, "rounds": 3}),
+    "readers": ({"rounds": 7}, {"rounds": 3}),
+    "checkpoint": ({"count": 8, "length": 1024}, {"count": 2, "length": 32}),
+}
+
+
+def _step(arguments: Mapping[str, Any], expected_s: float = 30.0, limit_s: float = 300.0) -> Job:
+    """A training step of ours or of a peer."""
+    ours = arguments.get("who") != "peer"
+    needs = []
+    if not ours:
+        needs.append("transformers")
+    if "liger" in arguments:
+        needs.append("liger_kernel")
+    if arguments.get("actor", {}).get("kernels") == "fused":
+        needs.append("triton")
+    count = min(arguments["count"], 4)
+    length = 64 if count > 1 else 256
+    small = {"shape": "tiny", "count": count, "length": length, "micro": 128, "steps": 2}
+    return Job(
+        program="step",
+        arguments=arguments,
+        small=small,
+        needs=tuple(needs),
+        ours=ours,
+        expected_s=expected_s,
+        limit_s=limit_s,
+        environment=TRAINER_ENVIRONMENT,
+    )
+
+
+def _ours(case: str, kind: str) -> tuple[str, Job]:
+    return f"{case}: {kind}", _step(CASES[case] | {"actor": OURS[kind]})
+
+
+def _peer(case: str, name: str) -> tuple[str, Job]:
+    return f"{case}: {name}", _step(CASES[case] | {"who": "peer"} | PEERS[name])
+
+
+def _jobs() -> Iterator[tuple[str, Job]]:
+    """All jobs, the most valuable first."""
+    yield (
+        "rates",
+        Job(
+            program="rates",
+            arguments={"size": 8192, "copied_bytes": 1 << 30},
+            small={"size": 256, "copied_bytes": 1 << 20, "rounds": 3},
+            expected_s=20.0,
+        ),
+    )
+    small_rows, large_rows, long_row = CASES
+    yield _ours(small_rows, "fused")
+    yield _peer(small_rows, "transformers")
+    yield _ours(long_row, "fused")
+    yield "8B, 8 x 16,384: without optimizer", _step(LARGE | {"who": "alone"}, 70.0, 600.0)
+    yield _ours(small_rows, "plain")
+    yield _peer(small_rows, "transformers + Liger")
+    yield _engine("0")
+    yield "8B, 8 x 16,384: offloaded", _step(LARGE, 150.0, 600.0)
+    yield from _copies()
+    yield _ours(large_rows, "fused")
+    yield _peer(large_rows, "transformers + Liger")
+    yield _ours(long_row, "fused, recomputed")
+    yield _packing("fused")
+    for kind in ("fused", "plain"):
+        small_micro = CASES[small_rows] | {"micro": 8192, "actor": OURS[kind]}
+        yield f"0.6B, micro-batches of 8,192: {kind}", _step(small_micro)
+    yield _engine("colocate")
+    yield _engine("1")
+    longest = LARGE | {"count": 1, "length": 32768, "micro": 32768, "who": "alone"}
+    yield "8B, 1 x 32,768: without optimizer", _step(longest, 90.0, 600.0)
+    yield _ours(large_rows, "plain")
+    yield _packing("plain")
+    for name in OVERLAPPED:
+        yield _overlapped(name)
+    for case in CASES:
+        for name in PEERS:
+            yield _peer(case, name)
+
+
+def _packing(kind: str) -> tuple[str, Job]:
+    lengths = {"rows": 64, "median": 700, "longest": 8192, "budget": 16384}
+    tiny = {"shape": "tiny", "rows": 12, "median": 40, "longest": 200, "budget": 256, "rounds": 2}
+    return f"0.6B, lognormal: {kind}", Job(
+        program="packing",
+        arguments={"shape": "0.6B", "actor": OURS[kind], **lengths},
+        small=tiny,
+        needs=("triton",) if kind == "fused" else (),
+        environment=TRAINER_ENVIRONMENT,
+    )
+
+
+def _overlapped(name: str) -> tuple[str, Job]:
+    """Two ranks whose gradients are summed during the last backward pass or after it."""
+    actor = {"kernels": "fused", "optimizer": OVERLAPPED[name]}
+    arguments = CASES["0.6B, 8 x 2,048"] | {"ranks": 2, "limit_s": 240.0, "actor": actor}
+    return f"0.6B, 2 GPUs: {name}", Job(
+        program="overlap",
+        arguments=arguments,
+        small={"shape": "tiny", "count": 2, "length": 64, "micro": 128, "steps": 2},
+        needs=("triton",),
+        gpus=2,
+        environment=TRAINER_ENVIRONMENT,
+    )
+
+
+def _copies() -> Iterator[tuple[str, Job]]:
+    """Copies between the device and the host: a publish, the readers of a version, a checkpoint."""
+    for what, (rounds, small) in COPY_ROUNDS.items():
+        yield (
+            what,
+            Job(
+                program="copies",
+                arguments={"shape": "0.6B", "actor": OURS["fused"], "what": what} | rounds,
+                small={"shape": "tiny"} | small,
+                needs=("triton",),
+                limit_s=600.0,
+                environment=TRAINER_ENVIRONMENT,
+            ),
+        )
+
+
+def _engine(mode: str) -> tuple[str, Job]:
+    """A whole run with a real engine."""
+    sizes = {"shape": "0.6B", "steps": 20, "prompts": 16, "new_tokens": 512}
+    tiny = {"shape": "tiny", "steps": 5, "prompts": 2, "new_tokens": 8, "kv_tokens": 4096}
+    return f"mode {mode}", Job(
+        program="staleness",
+        arguments={"mode": mode, **sizes, "kv_tokens": 262144, "share": 0.4},
+        small=tiny | {"share": 0.1},
+        needs=("sglang", "transformers", "mpi4py"),
+        expected_s=200.0,
+        limit_s=1200.0,
+    )
+
+
+JOBS: Mapping[str, Job] = dict(_jobs())
