@@ -170,3 +170,23 @@ def test_it_says_what_is_missing_and_skips_what_lacks_a_package(tmp_path: Path) 
     assert "needs package no_such_package" in done.stdout and "1 skipped, 1 error" in done.stdout, (
         done.stdout
     )
+
+
+def test_a_case_that_fails_keeps_the_figures_of_the_others(gpu, capsys) -> None:
+    cases = gpu("cases").Cases("cpu")
+
+    def fail(figures: dict[str, float]) -> None:
+        figures["first_s"] = 1.0
+        raise ValueError("no\nkernel")
+
+    cases.run("norm", fail)
+    cases.run("adam", lambda figures: figures.update(ms=2.0))
+    expected = {
+        "passed": 1.0,
+        "failed": 1.0,
+        "norm first_s": 1.0,
+        "norm error": "ValueError: no kernel",
+        "adam ms": 2.0,
+    }
+    assert cases.figures == expected
+    assert gpu("child").last_report(capsys.readouterr().out) == expected
