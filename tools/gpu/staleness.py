@@ -1,14 +1,15 @@
-"""What a step takes in a mode, when actor and engine take turns, at staleness 0 or at 1: real
-engine, real shape.
+"""Seconds of a training step with a real engine: engine and actor take turns on the same device, or
+run at the same time at staleness 0 or 1.
 
-The model has random weights; what is drawn means nothing, how long it takes does. The runs are
-those of the quickstart in `tools/bench/modes.py`, with another model. On one GPU all groups share
-it, and staleness 1 gains what is left over.
+The model has a real shape and random weights; its answers mean nothing, their times do. The runs
+are those of the quickstart in `tools/bench/modes.py`, with another model. On one GPU all groups
+share it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,27 +29,24 @@ from relax_hpc.ops.observe.report import report
 from relax_hpc.training.models.tiny_tokenizer import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
 
 LAST_LINES = 3
+FLAGS_VARIABLE = "RELAX_ENGINE_FLAGS"
 
 
 def make_model(directory: Path, shape: str, device: str) -> None:
-    """Random weights in bfloat16, and a tokenizer that has a token a character."""
+    """Write a model with random bfloat16 weights, and a tokenizer with one token per character."""
     from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    about = hf_config(shape) | {
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
-    }
+    description = hf_config(shape)
+    description |= {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    settings = {key: value for key, value in description.items() if key != "model_type"}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        about["model_type"], **{k: v for k, v in about.items() if k != "model_type"}
-    )
+    config = AutoConfig.for_model(description["model_type"], **settings)
     with torch.device(device):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps(about | {"torch_dtype": "bfloat16"}))
+    (directory / "config.json").write_text(json.dumps(description | {"torch_dtype": "bfloat16"}))
     write_tokenizer(directory)
 
 
@@ -62,8 +60,17 @@ def measure(
     kv_tokens: int,
     share: float,
 ) -> dict[str, float]:
-    """Medians of the steps after the first three. ``kv_tokens``: that the engine keeps keys and
-    values of; ``share``: of the device's memory that it takes."""
+    """Medians of the steps after the first three.
+
+    ``kv_tokens``: size of the engine's KV cache; ``share``: share of the device's memory that the
+    engine may take for weights and KV cache. The environment variable RELAX_ENGINE_FLAGS (JSON)
+    replaces flags of SGLang for this machine.
+    """
+    flags = {"max_total_tokens": kv_tokens, "mem_fraction_static": share}
+    if device == "cuda":
+        # Graphs of 58 prefill shapes took a minute of an H100's start; decoding is what counts.
+        flags["cuda_graph_backend_prefill"] = "disabled"
+    flags |= json.loads(os.environ.get(FLAGS_VARIABLE, "{}"))
     options = {
         "model.device": device,
         "model.dtype": "bfloat16",
@@ -71,27 +78,26 @@ def measure(
         "prompts_per_step": prompts,
         "rollout.max_new_tokens": new_tokens,
         "rollout.groups_per_request": prompts,
-        "rollout.engine.flags.max_total_tokens": kv_tokens,
-        "rollout.engine.flags.mem_fraction_static": share,
         "rollout.engine.start_timeout_s": 900,
-        # Random weights: what they answer is no failure of theirs.
+        # Random weights give wrong answers only; the run must not wait for a right one.
         "rollout.filter": "",
     }
+    for flag, value in flags.items():
+        options[f"rollout.engine.flags.{flag}"] = value
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", shape, device)
-        words = [
-            f"--{key}={value}" for key, value in {"model.path": folder / "model", **options}.items()
-        ]
+        options["model.path"] = folder / "model"
+        words = [f"--{key}={value}" for key, value in options.items()]
         try:
             path = run(folder / "run", mode, 0, steps, *words)
         except subprocess.CalledProcessError as error:
-            said = (folder / "run.txt").read_text().splitlines()
-            raise SystemExit(
-                " | ".join([f"exit code {error.returncode}", *said[-LAST_LINES:]])
-            ) from None
-        line = measured(mode, report(RunDir(path), 3)["pace"])
-    return {key: value for key, value in line.items() if key != "mode"}
+            output = (folder / "run.txt").read_text()
+            print(output, file=sys.stderr)
+            last_lines = output.splitlines()[-LAST_LINES:]
+            raise SystemExit(" | ".join([f"exit code {error.returncode}", *last_lines])) from None
+        figures = measured(mode, report(RunDir(path), 3)["pace"])
+    return {key: value for key, value in figures.items() if key != "mode"}
 
 
 if __name__ == "__main__":
