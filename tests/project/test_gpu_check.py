@@ -46,9 +46,7 @@ def test_the_rows_are_those_of_the_page_and_each_can_be_measured(gpu) -> None:
     for name, job in jobs.items():
         program = gpu(job.program)
         for arguments in (dict(job.arguments), {**job.arguments, **job.small}):
-            measure = program.measure
-            if job.program == "copies":
-                measure = getattr(program, arguments.pop("what"))
+            measure = getattr(program, arguments.pop("what", "measure"))
             assert inspect.signature(measure).bind(device="cpu", **arguments), name
 
 

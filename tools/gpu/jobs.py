@@ -104,6 +104,78 @@ def _peer(case: str, name: str) -> tuple[str, Job]:
     return f"{case}: {name}", _step(CASES[case] | {"who": "peer"} | PEERS[name])
 
 
+ODD_LENGTHS = [1, 2, 3, 7, 17, 31, 33, 61, 127, 128, 129, 191, 257, 300, 513, 1025, 2047]
+COPIED, COPIED_SMALL = {"copied_bytes": 1 << 30}, {"copied_bytes": 1 << 20}
+COMPONENTS: Mapping[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "collectives": ({}, {}, 15.0),
+    "attention: deviations": (
+        {
+            "what": "deviations",
+            "lengths": ODD_LENGTHS,
+            "heads": [[32, 8, 128], [16, 8, 128], [32, 8, 64], [16, 4, 256], [8, 8, 256]],
+        },
+        {"lengths": [1, 2, 7, 33], "heads": [[4, 2, 16]]},
+        20.0,
+    ),
+    "attention: speed": (
+        {
+            "what": "speed",
+            "batches": [[1, 16384], [8, 2048], [16, 1024]],
+            "heads": 32,
+            "groups": 8,
+            "size": 128,
+        },
+        {"batches": [[1, 64], [4, 16]], "heads": 4, "groups": 2, "size": 16},
+        20.0,
+    ),
+    "kernels: logprobs": (
+        {"what": "logprobs", "vocabularies": [151936, 151669, 262144], "logits": 1 << 28} | COPIED,
+        {"vocabularies": [5001], "logits": 20004} | COPIED_SMALL,
+        25.0,
+    ),
+    "kernels: norm": (
+        {"what": "norm", "widths": [4096, 128, 1024, 5120, 8192, 12288], "elements": 1 << 26}
+        | COPIED,
+        {"widths": [48], "elements": 5000} | COPIED_SMALL,
+        35.0,
+    ),
+    "kernels: adam": (
+        {"what": "adam", "counts": [1 << 24, (1 << 24) - 2047]} | COPIED,
+        {"counts": [5001]} | COPIED_SMALL,
+        15.0,
+    ),
+    "kernels: rotary": (
+        {
+            "what": "rotary",
+            "tokens": 16384,
+            "heads": [[32, 128], [8, 128], [40, 128], [32, 64], [16, 256]],
+        }
+        | COPIED,
+        {"tokens": 9, "heads": [[5, 24]]} | COPIED_SMALL,
+        15.0,
+    ),
+    "kernels: swiglu": (
+        {"what": "swiglu", "widths": [3072, 12288, 25600], "elements": 1 << 26} | COPIED,
+        {"widths": [34], "elements": 5000} | COPIED_SMALL,
+        15.0,
+    ),
+}
+"""Parts of a step measured alone: arguments, those on tiny shapes, expected seconds."""
+
+
+def _component(name: str) -> tuple[str, Job]:
+    arguments, small, expected_s = COMPONENTS[name]
+    program = name.split(":", maxsplit=1)[0]
+    return name, Job(
+        program=program,
+        arguments=arguments,
+        small=small,
+        needs=("triton",) if program == "kernels" else (),
+        expected_s=expected_s,
+        limit_s=120.0,
+    )
+
+
 def _jobs() -> Iterator[tuple[str, Job]]:
     """All jobs, the most valuable first."""
     yield (
@@ -115,6 +187,8 @@ def _jobs() -> Iterator[tuple[str, Job]]:
             expected_s=20.0,
         ),
     )
+    for name in COMPONENTS:
+        yield _component(name)
     small_rows, large_rows, long_row = CASES
     yield _ours(small_rows, "fused")
     yield _peer(small_rows, "transformers")

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from jobs import OVERLAPPED, PEERS
+from jobs import COMPONENTS, OVERLAPPED, PEERS
 
 Figures = Mapping[str, Any]
 """Figures of a job by name, or its `error`."""
@@ -215,7 +216,50 @@ def _whole_runs() -> Iterator[Row]:
         yield Row(label, (f"mode {mode}",), _figure("ideal_share"))
 
 
+def _components() -> Iterator[Row]:
+    """Deviations of kernels and attention from exact results, and their speed."""
+    for job in COMPONENTS:
+        yield Row(f"{job}: cases that failed", (job,), _figure("failed"), most=0)
+    deviation = "largest deviation from float64"
+    limits = {"logprobs": 0.004, "norm": 0.004, "swiglu": 0.004, "rotary": 0.004, "adam": 0.0079}
+    for kernel, limit in limits.items():
+        job = f"kernels: {kernel}"
+        yield Row(f"{job}: {deviation}", (job,), _largest(" deviation"), most=limit)
+        label = f"{job}: bandwidth, of a copy on the device"
+        yield Row(label, (job,), _smallest(" of_copy"), "x", least=0.7)
+    label = "attention of packed rows: largest deviation from float32"
+    yield Row(label, ("attention: deviations",), _largest(" deviation"), most=0.02)
+    for batch in ("1 x 16384", "8 x 2048", "16 x 1024"):
+        for direction in ("forward", "backward"):
+            label = f"attention of packed rows, {batch} tokens, {direction}: of the product's rate"
+            figure = partial(_attention_share, f"{batch} packed {direction} tflops")
+            yield Row(label, ("attention: speed", "rates"), figure)
+
+
+def _attention_share(name: str, speed: Figures, rates: Figures) -> float:
+    return float(speed[name] * 1e12 / rates["matmul_flops"])
+
+
+def _largest(suffix: str) -> Callable[[Figures], float]:
+    """The largest of the figures whose names end with ``suffix``."""
+    return lambda figures: max(_ending_with(suffix, figures))
+
+
+def _smallest(suffix: str) -> Callable[[Figures], float]:
+    """The smallest of the figures whose names end with ``suffix``."""
+    return lambda figures: min(_ending_with(suffix, figures))
+
+
+def _ending_with(suffix: str, figures: Figures) -> list[float]:
+    """Figures whose names end with ``suffix``. KeyError: there are none."""
+    values = [float(value) for name, value in figures.items() if name.endswith(suffix)]
+    if not values:
+        raise KeyError(suffix)
+    return values
+
+
 def _table() -> Iterator[Row]:
+    yield from _components()
     yield from _short_rows("0.6B, 8 x 2,048", 0.45, 1.9, 1.05)
     yield from _short_rows("1.7B, 8 x 2,048", 0.5, 1.4, 1.05)
     yield from _long_row()
