@@ -189,17 +189,36 @@ class VisionTower(Tower):
 
         from relax_hpc.training.models.upload import upload
 
-        side, device = math.isqrt(self.learned), media.values.device
-        corners, weights = vision_utils.get_vision_bilinear_indices_and_weights(
-            media.grids, side, self.merge
-        )
+        device = media.values.device
         positions = vision_utils.get_vision_position_ids(media.grids, self.merge)
         return {
-            "bilinear_indices": upload(corners.numpy(), device),
-            "bilinear_weights": upload(weights.numpy(), device),
+            **self._learned_positions(media.grids, device),
             "position_ids": upload(positions.numpy(), device),
             # Stays on the host, because only the host reads it.
             "cu_seqlens": vision_utils.get_vision_cu_seqlens(media.grids),
+        }
+
+    def _learned_positions(self, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """Indices and weights of the learned positions between which each patch lies."""
+        from transformers import vision_utils
+
+        from relax_hpc.training.models.upload import upload
+
+        side = math.isqrt(self.learned)
+        if hasattr(vision_utils, "get_vision_interpolation_indices_and_weights"):
+            # transformers 5.17 has other names for them, and the patches in the first axis.
+            names = "interp_indices", "interp_weights"
+            corners, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+                grids, side, align_corners=True, spatial_merge_size=self.merge
+            )
+        else:
+            names = "bilinear_indices", "bilinear_weights"
+            corners, weights = vision_utils.get_vision_bilinear_indices_and_weights(
+                grids, side, self.merge
+            )
+        return {
+            names[0]: upload(corners.numpy(), device),
+            names[1]: upload(weights.numpy(), device),
         }
 
 
