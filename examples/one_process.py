@@ -26,7 +26,8 @@ from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.prepare import prepare
 from relax_hpc.rollout.engines import make_engine
 from relax_hpc.rollout.engines.engine import Sampling
-from relax_hpc.rollout.samples import PromptSource, group_rows, requests_for, reward_input
+from relax_hpc.rollout.prompt_source import PromptSource
+from relax_hpc.rollout.rows import group_rows, requests_for, reward_input
 from relax_hpc.tasks import files, train_reward
 from relax_hpc.training import parallel
 from relax_hpc.training.model import PolicyModel

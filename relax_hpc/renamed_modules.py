@@ -100,6 +100,7 @@ RENAMED = {
     "rollout.recording": "rollout.episodes.recording",
     "rollout.replay": "rollout.episodes.replay",
     "rollout.room": "rollout.episodes.turn_budget",
+    "rollout.samples": "rollout.rows",
     "rollout.tape": "rollout.episodes.recorded_episode",
     "rollout.turns": "rollout.episodes.turns",
     "routes": "base.routes",

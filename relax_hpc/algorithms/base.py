@@ -116,7 +116,8 @@ class Algorithm:
     """Rows that the advantages of a row depend on: the rows of its prompt group, or all rows of the
     step. With `step`, advantages are computed when all rows of the step exist."""
     gives: ClassVar[tuple[str, ...]] = ("advantages",)
-    """Fields of rows that `given` computes."""
+    """Names of the fields of rows that `given` computes. The role `advantages` adds these fields to
+    the rows in the queue, and the trainers wait for them."""
     uses_old: ClassVar[bool] = True
     """Whether the loss uses the log-probabilities by the policy before the step."""
     ratio_to_rollout: ClassVar[bool] = False
@@ -294,8 +295,9 @@ class Algorithm:
         return spread_all(row_values, masks)
 
     def given(self, prompts: Sequence[Prompt]) -> list[dict[str, np.ndarray]]:
-        """Return the fields in `gives` for every row, in the order of rows. Override it if the
-        algorithm gives more than advantages."""
+        """Compute the fields that `gives` names: {field: values} for every row, in the order of
+        rows. The role `advantages` calls it. Override it if the algorithm computes other fields
+        than advantages, as `Ppo` does with `returns`."""
         advantages = self.whitened(self.token_advantages(prompts), prompts)
         return [{"advantages": values} for values in advantages]
 

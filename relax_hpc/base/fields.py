@@ -1,8 +1,20 @@
 """Fields that a row carries between the roles. Each is declared here once, with its producer.
 
 The queue's plan, records, files and exports, the batches of the trainer and of the loss, and the
-table in docs/reference/fields.md derive from this table. A new field is one line here, and the code
-that computes its values. Fields of a user's engine are added when a configuration names the engine.
+table in docs/reference/fields.md derive from this table. Fields of a user's engine are added when a
+configuration names the engine.
+
+To add a field, add one line here. A field without `optional` is required in every row. Then supply
+its values where ``by`` says:
+
+- rollout: fill it in rollout/rows.py, a token field in `_columns`, others in `rows_of`. Values that
+  an engine returns (`Generation.extras`) are copied there by `_extras`.
+- advantages: return it in the algorithm's `given`, and name it in `gives`.
+- actor_fwd, reference, teacher: extend roles/forward.py:_put, which writes the first field of the
+  role, the version, and the teacher's most likely tokens.
+
+Then replace the table in docs/reference/fields.md by the lines of `as_markdown`, as
+tests/base/test_fields.py checks.
 """
 
 from __future__ import annotations
@@ -163,7 +175,7 @@ _TABLE = (
         "media_tokens",
         "blob",
         "dict",
-        "placeholders counted, by media id",
+        "number of placeholders of each medium, by media id",
         by="rollout",
         optional=True,
     ),
@@ -178,8 +190,8 @@ _TABLE = (
         "environment",
         "blob",
         "dict",
-        "of an episode against an environment: ends of `turns`, behind the prompt; at its end "
-        "`info`, `reward`, `row`",
+        "of an episode against an environment. `turns`: end of each turn, in tokens after the "
+        "prompt. Last row only: `info`, `reward`, `row`",
         by="rollout",
         optional=True,
     ),

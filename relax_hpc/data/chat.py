@@ -1,4 +1,8 @@
-"""Chat messages rendered to text by a model's chat template: the only code that renders.
+"""Chat messages rendered to text by a model's chat template.
+
+This is the only code of the package that renders. Callers: `data.prompts.rendered` (prompts, and
+examples of sft), `rollout.episodes.chat_tokens` (environments and agents). For a judge, SGLang
+renders.
 
 A template is a program that comes with the model, and is not trusted. It runs in jinja2's sandbox,
 in a child process (`relax_hpc.data.template_process`, one of `relax_hpc.net.workers`) with limits
@@ -98,12 +102,12 @@ class ChatTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
-        whole: bool = False,
+        add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Text of ``messages``, with the generation prompt after which the model answers; without
-        it if ``whole``. ``tools``: signatures of the functions that the model may call.
-        TemplateError: the template refuses the messages."""
+        """Text of ``messages``. ``add_generation_prompt``: with the generation prompt at the end,
+        after which the model answers. ``tools``: signatures of the functions that the model may
+        call. TemplateError: the template refuses the messages."""
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
@@ -113,7 +117,7 @@ class ChatTemplate:
         request = {
             "template": name,
             "messages": messages,
-            "add_generation_prompt": not whole,
+            "add_generation_prompt": add_generation_prompt,
             "tools": list(tools) or None,
         }
         with self._lock:

@@ -27,17 +27,17 @@ from typing import Any, Self
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import MediaRules, PromptMedium, ReadHeader
 from relax_hpc.data.messages import ASSISTANT, Message, left_out_of_turn, says_nothing
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.named_media import Columns
 from relax_hpc.data.prompts import (
     BAD_RECORD,
     PromptRules,
     bad_line,
-    chat_in,
     check_ids,
     columns_in,
     is_chat,
+    prepare_messages,
     refuse_chat_as_text,
     rendered,
 )
@@ -77,7 +77,7 @@ class Example:
     """The demonstration, or the chosen and the rejected sequence; empty without a tokenizer."""
     order: float = 0.0
     """Value of the column `data.order_by`."""
-    fault: BadMedium | None = None
+    media_error: UnusableMedium | None = None
     """Reason why its media cannot be used now, although they could when its file was indexed."""
 
 
@@ -98,7 +98,7 @@ class ExampleRules(PromptRules):
         """See `PromptRules`."""
         return [*PromptRules.key_parts(self), self.sequences]
 
-    def read(
+    def parse_row(
         self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True
     ) -> Example | BadLine:
         """The example of the row in line ``number``, or the reason why the row is bad. It is always
@@ -110,9 +110,13 @@ class ExampleRules(PromptRules):
         except BAD_RECORD as error:
             return bad_line(number, error)
 
-    def unusable(self, number: int, record: Record, fault: BadMedium) -> Example:
+    read = parse_row  # Name in release 0.1.
+
+    def unusable(self, number: int, record: Record, media_error: UnusableMedium) -> Example:
         """See `PromptRules`."""
-        return Example(self.columns.id_of(self.columns.renamed(record), number), (), fault=fault)
+        return Example(
+            self.columns.id_of(self.columns.renamed(record), number), (), media_error=media_error
+        )
 
 
 def rules_of(
@@ -296,8 +300,8 @@ def _learn_chat(
 
     Prompts and answers are tokenized separately, as in a rollout: no token spans both.
     """
-    chat, columns = chat_in(messages, columns, rules)
-    text = rendered(chat, tokenizer, rules, whole=True)
+    chat, columns = prepare_messages(messages, columns, rules)
+    text = rendered(chat, tokenizer, rules, add_generation_prompt=False)
     ids: list[int] = []
     mask: list[int] = []
     start = 0
@@ -329,7 +333,7 @@ def _learned_turns(
                 f"message {number} does not begin with the template's generation prompt; store "
                 "only the last turn, as `answer`",
             )
-        until = rendered(chat[: number + 1], tokenizer, rules, whole=True)
+        until = rendered(chat[: number + 1], tokenizer, rules, add_generation_prompt=False)
         missing = left_out_of_turn(message, until[len(prompt) :])
         if missing:
             raise BadRecord(
@@ -388,7 +392,7 @@ def _with_media(
         return learned
     try:
         return _expand_placeholders(learned, columns, rules.media, tokenizer, read_header)
-    except BadMedium as bad:
+    except UnusableMedium as bad:
         raise BadRecord(bad.reason, bad.detail) from None
 
 
@@ -400,7 +404,7 @@ def _expand_placeholders(
     read_header: ReadHeader | None,
 ) -> Learned:
     """The same for runs of equal mask one after the other, so that the mask fits the new tokens.
-    BadMedium: a medium cannot be used, or stands in a learned run."""
+    UnusableMedium: a medium cannot be used, or stands in a learned run."""
     encode = functools.partial(tokenizer.encode, special=False)
     pending = {kind: iter(columns.get(kind, ())) for kind in Kind}
     tokens: list[int] = []
@@ -414,7 +418,7 @@ def _expand_placeholders(
             for kind, tokens_of_kind in rules.placeholders
         }
         if is_learned and any(sources.values()):
-            raise BadMedium(
+            raise UnusableMedium(
                 Reason.SPANS, "a medium stands in a turn of the assistant that is learned"
             )
         ids, run_media = rules.expand_placeholders(ids, sources, encode, read_header)
@@ -423,5 +427,5 @@ def _expand_placeholders(
         mask += [is_learned] * len(ids)
     unused = sum(len(list(values)) for values in pending.values())
     if unused:
-        raise BadMedium(Reason.SPANS, f"{unused} media named that there is no place for")
+        raise UnusableMedium(Reason.SPANS, f"{unused} media named that there is no place for")
     return Learned(tuple(tokens), tuple(mask), tuple(media))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import read_json
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.blocking import BlockingMediaPool
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.medium import Header, Kind
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Encode = Callable[[str], list[int]]
 """Tokenizes a text without tokens around it, such as BOS."""
 ReadHeader = Callable[[Kind, Source, MediumOptions], Header]
-"""Reads the header of a medium. BadMedium: it cannot be used."""
+"""Reads the header of a medium. UnusableMedium: it cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ class MediaRules:
         return [repr(self.rules), self.columns, repr(self.placeholders), self.with_sound]
 
     def take_columns(self, record: dict[str, Any]) -> Columns:
-        """Media that the columns of ``record`` name. The columns are removed from it. BadMedium:
-        two columns name media of one kind."""
+        """Media that the columns of ``record`` name. The columns are removed from it.
+        UnusableMedium: two columns name media of one kind."""
         media: Columns = {}
         for kind, column in self.columns:
             value = record.pop(column, None)
@@ -164,7 +164,7 @@ class MediaRules:
             if value is None:
                 continue
             if media.get(kind):
-                raise BadMedium(Reason.SPANS, f"found {kind}s in two columns, allowed: one")
+                raise UnusableMedium(Reason.SPANS, f"found {kind}s in two columns, allowed: one")
             media[kind] = deque(value if isinstance(value, list) else [value])
         return media
 
@@ -178,7 +178,7 @@ class MediaRules:
         """``ids`` with one placeholder for each token of each medium, and the media in their order.
 
         ``sources``: one for each placeholder in ``ids``. ``encode``: tokenizes the time stamps
-        within a video. ``read_header``: None: the pool reads headers. BadMedium: the number of
+        within a video. ``read_header``: None: the pool reads headers. UnusableMedium: the number of
         ``sources`` of a kind is not that of its placeholders in ``ids``, or a medium cannot be
         used.
         """
@@ -190,7 +190,7 @@ class MediaRules:
         for kind in sources.keys() | counts.keys():
             named = len(sources.get(kind, ()))
             if named != counts[kind]:
-                raise BadMedium(
+                raise UnusableMedium(
                     Reason.SPANS, f"places for {counts[kind]} {kind}s in the prompt, {named} named"
                 )
         pending = {kind: deque(values) for kind, values in sources.items()}
@@ -237,13 +237,13 @@ class MediaRules:
         headers = [read_header(kind, source, options)]
         if kind is Kind.VIDEO and self.with_sound:
             if options.video_start is not None or options.video_end is not None:
-                raise BadMedium(
+                raise UnusableMedium(
                     Reason.OPTION,
                     "video_start, video_end: not with data.multimodal.use_audio_in_video",
                 )
             try:
                 headers.append(read_header(Kind.AUDIO, source, NO_OPTIONS))
-            except BadMedium as bad:
+            except UnusableMedium as bad:
                 if bad.reason is not Reason.NO_STREAM:
                     raise
         return headers
@@ -294,10 +294,10 @@ def columns_of(data: DataConfig) -> Iterator[tuple[Kind, str]]:
                 yield kind, column
 
 
-def unsupported_kind(kind: Kind) -> BadMedium:
+def unsupported_kind(kind: Kind) -> UnusableMedium:
     """Error for a row with a medium of a ``kind`` that the model does not support."""
     families = ", ".join(name for name, kinds in KINDS_BY_FAMILY.items() if kind in kinds)
-    return BadMedium(
+    return UnusableMedium(
         Reason.KIND,
         f"found {kind}s, which this model does not take; allowed with model_type {families}",
     )

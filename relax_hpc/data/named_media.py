@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.multimodal.options import NO_OPTIONS, MediumOptions
 from relax_hpc.data.multimodal.source import Source
@@ -61,9 +61,8 @@ def with_parts(
 ) -> tuple[list[dict[str, Any]], Columns]:
     """Messages for a template, with a part {"type"} for each medium; and all their media in order.
 
-    If a part or a mark does not name its medium, it is the next one in ``columns``. BadMedium: a
-    part has an unknown type, or an unknown key.
-    """
+    If a part or a mark does not name its medium, it is the next one in ``columns``. UnusableMedium:
+    a part has an unknown type, or an unknown key."""
     collector = _MediaCollector({kind: deque(values) for kind, values in columns.items()})
     template_messages = [
         {**message, "content": collector.strip(message.get("content"))} for message in messages
@@ -118,14 +117,14 @@ class _MediaCollector:
 
 def kind_of_part(part: Mapping[str, Any]) -> Kind:
     """Kind of the medium in a part of a message, by the part's type, or by its keys if it has no
-    type. BadMedium: the part is not a medium."""
+    type. UnusableMedium: the part is not a medium."""
     for kind in Kind:
         names = _part_names(kind)
         has_key = "type" not in part and any(name in part for name in names)
         if part.get("type") in names or has_key:
             return kind
     allowed = ", ".join(("text", *Kind))
-    raise BadMedium(
+    raise UnusableMedium(
         Reason.KIND, f"found a part of type {str(part.get('type'))[:40]!r}, allowed: {allowed}"
     )
 
@@ -137,19 +136,21 @@ def _part_names(kind: Kind) -> tuple[str, str, str]:
 
 def reference_in(kind: Kind, part: Mapping[str, Any]) -> MediumReference:
     """Medium that a part names, with its options. Its value is None if a column of the row names
-    it. BadMedium: the part has an unknown key."""
+    it. UnusableMedium: the part has an unknown key."""
     fields = {key: value for key, value in part.items() if value is not None and key != "type"}
     nested = [fields.pop(key) for key in (*_part_names(kind), "source") if key in fields]
     plain = {key: fields.pop(key) for key in _CONTENT if key in fields}
     contents = [*nested, *([plain] if plain else [])]
     if len(contents) > 1:
-        raise BadMedium(Reason.URI, f"found {len(contents)} contents in one part, allowed: one")
+        raise UnusableMedium(
+            Reason.URI, f"found {len(contents)} contents in one part, allowed: one"
+        )
     return reference_to(kind, contents[0] if contents else None, _options(kind, fields))
 
 
 def reference_to(kind: Kind, value: Any, options: MediumOptions = NO_OPTIONS) -> MediumReference:
     """Medium that ``value`` names: a path, URI or bytes, or an object with one of these and with
-    options, which replace ``options``. BadMedium: the object has an unknown key."""
+    options, which replace ``options``. UnusableMedium: the object has an unknown key."""
     if isinstance(value, MediumReference):
         return value
     if not isinstance(value, Mapping):
@@ -171,25 +172,29 @@ def _uri(key: str, content: Any) -> Any:
 
 
 def _options(kind: Kind, fields: Mapping[str, Any]) -> MediumOptions:
-    """Options of a part with these ``fields``. BadMedium: a field is neither an option nor in
+    """Options of a part with these ``fields``. UnusableMedium: a field is neither an option nor in
     _IGNORED."""
     if fields.get("detail") not in _DETAILS:
-        raise BadMedium(Reason.OPTION, f"detail: found {fields['detail']!r}, allowed: auto, high")
+        raise UnusableMedium(
+            Reason.OPTION, f"detail: found {fields['detail']!r}, allowed: auto, high"
+        )
     values = {key: value for key, value in fields.items() if key not in _IGNORED}
     return MediumOptions.from_mapping(kind, values)
 
 
 def source_of(value: Any, folder: Path, max_bytes: int) -> Source:
     """Source of the medium that ``value`` names: a path relative to ``folder``, a file or data URI,
-    or bytes. BadMedium: it names no such source, or holds more than ``max_bytes`` itself, which are
-    then not copied."""
+    or bytes. UnusableMedium: it names no such source, or holds more than ``max_bytes`` itself,
+    which are then not copied."""
     if isinstance(value, bytes):
         _check_bytes(len(value), max_bytes)
         return value
     if isinstance(value, list):
-        raise BadMedium(Reason.URI, "found a list, such as frames of a video; allowed: one file")
+        raise UnusableMedium(
+            Reason.URI, "found a list, such as frames of a video; allowed: one file"
+        )
     if not isinstance(value, str) or not value:
-        raise BadMedium(
+        raise UnusableMedium(
             Reason.URI,
             f"found {str(value)[:80]!r}, allowed: a path, file:// or data: URI, or bytes",
         )
@@ -199,7 +204,7 @@ def source_of(value: Any, folder: Path, max_bytes: int) -> Source:
     if scheme == "file":
         return folder / _path_of(value)
     if "://" in value[:12]:
-        raise BadMedium(
+        raise UnusableMedium(
             Reason.URI, f"found {value[:80]!r}; nothing is fetched from a network: name a file"
         )
     return folder / _without_nul(value)
@@ -209,12 +214,12 @@ def _path_of(uri: str) -> str:
     try:
         return _without_nul(unquote(urlsplit(uri).path))
     except ValueError as error:
-        raise BadMedium(Reason.URI, f"found {uri[:80]!r}: {error}") from error
+        raise UnusableMedium(Reason.URI, f"found {uri[:80]!r}: {error}") from error
 
 
 def _without_nul(path: str) -> str:
     if "\0" in path:
-        raise BadMedium(Reason.URI, f"found {path[:80]!r}, allowed: a path without NUL")
+        raise UnusableMedium(Reason.URI, f"found {path[:80]!r}, allowed: a path without NUL")
     return path
 
 
@@ -227,9 +232,9 @@ def _decoded(uri: str, max_bytes: int) -> bytes:
             raise ValueError("expected data:TYPE;base64,DATA")
         return base64.b64decode(uri[begin:], validate=True)
     except (ValueError, binascii.Error) as error:
-        raise BadMedium(Reason.URI, f"data URI {uri[:40]!r}: {error}") from error
+        raise UnusableMedium(Reason.URI, f"data URI {uri[:40]!r}: {error}") from error
 
 
 def _check_bytes(size: int, max_bytes: int) -> None:
     if size > max_bytes:
-        raise BadMedium(Reason.LARGE, f"{size} bytes, allowed {max_bytes}")
+        raise UnusableMedium(Reason.LARGE, f"{size} bytes, allowed {max_bytes}")

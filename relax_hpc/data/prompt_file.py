@@ -27,7 +27,7 @@ import xxhash
 from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.base.rundir import write_atomic
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.prompts import Prompt, PromptRules, RowCounts
 from relax_hpc.data.row_files import RowFiles, RowLocations
 from relax_hpc.data.rows import BadLine, Line, Row, open_rows, read_lines, row_of
@@ -162,11 +162,11 @@ class PromptFile(Sequence[Prompt]):
         if isinstance(row, BadLine):
             raise self._no_prompt_error(row)
         _, record = row
-        prompt = self._rules.read(line.number, record, self._tokenizer)
+        prompt = self._rules.parse_row(line.number, record, self._tokenizer)
         if not isinstance(prompt, BadLine):
             return prompt
         if prompt.reason in set(Reason):
-            fault = BadMedium(Reason(prompt.reason), prompt.detail)
+            fault = UnusableMedium(Reason(prompt.reason), prompt.detail)
             return self._rules.unusable(line.number, record, fault)
         raise self._no_prompt_error(prompt)
 
@@ -337,7 +337,7 @@ class _Scan:
         """Add ``row``, which was read from ``line``."""
         prompt: Any = row
         if not isinstance(row, BadLine):
-            prompt = self._rules.read(*row, self._tokenizer, tokens=False)
+            prompt = self._rules.parse_row(*row, self._tokenizer, tokens=False)
         self._counts.add(prompt)
         if isinstance(prompt, BadLine):
             if len(self._bad) < KEPT_BAD:

@@ -30,7 +30,7 @@ from relax_hpc.data.messages import (
     says_something,
     without_null_fields,
 )
-from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.bad_media import UnusableMedium
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.named_media import Columns, kind_of_part, with_parts
 from relax_hpc.data.row_files import RowLocations
@@ -52,7 +52,7 @@ class Prompt:
     """Media of the prompt, in the order of their placeholders."""
     order: float = 0.0
     """Value of the column `data.order_by`."""
-    fault: BadMedium | None = None
+    media_error: UnusableMedium | None = None
     """Reason why its media cannot be used now, although they could when its file was indexed. The
     other fields except `prompt_id` are empty then."""
 
@@ -66,7 +66,7 @@ class PromptRules:
     """Setting `data.special_tokens`: where special tokens may stand."""
     template: ChatTemplate | None = None
     """Chat template; None: a row with messages is bad."""
-    keeps_end: bool = False
+    truncate_left: bool = False
     """Whether the last tokens of a prompt that is too long are used. If not, or if it has media,
     it is bad."""
     media: MediaRules | None = None
@@ -98,7 +98,7 @@ class PromptRules:
             data.max_prompt_tokens,
             tuple(data.special_tokens),
             template,
-            keeps_end=data.truncate == "left",
+            truncate_left=data.truncate == "left",
             media=media,
             unsupported_columns=tuple(unsupported_columns),
             columns=ColumnRules.from_config(data, set_name),
@@ -112,7 +112,7 @@ class PromptRules:
             self.max_tokens,
             *self.special_tokens,
             self.template.key if self.template else "",
-            self.keeps_end,
+            self.truncate_left,
             *(self.media.key if self.media else []),
             *map(list, self.unsupported_columns),
             *([self.tools] if self.tools else []),
@@ -136,17 +136,58 @@ class PromptRules:
             )
         return replace(self, tools=json.dumps(without_null_fields(tools)))
 
-    def read(
+    def parse_row(
         self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True
     ) -> Any:
-        """The prompt of the row in line ``number``, or a `BadLine`; see `prompts_of`."""
-        return prompt_of(number, record, tokenizer, self, tokens)
+        """The prompt of the row in line ``number``, or a `BadLine`; see `parse_rows`."""
+        try:
+            return self._parse_usable(number, record, tokenizer, tokens)
+        except BAD_RECORD as error:
+            return bad_line(number, error)
 
-    def unusable(self, number: int, record: Record, fault: BadMedium) -> Any:
+    read = parse_row  # Name in release 0.1.
+
+    def _parse_usable(
+        self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool
+    ) -> Prompt:
+        """The prompt of a row. One of `BAD_RECORD`: the row cannot be used."""
+        row = self.columns.read(number, record, has_template=self.template is not None)
+        source = next((name for name in ("token_ids", "messages") if name in row), "prompt")
+        missing = [name for name in (source, "answer") if name not in row]
+        if missing:
+            raise BadRecord("missing_field", self.columns.missing(missing))
+        prompt_id, order = row.pop("id"), self.columns.order(row)
+        answer, value = row.pop("answer"), row.pop(source)
+        if not isinstance(answer, str | int | float) or answer != answer:
+            raise BadRecord("wrong_type", f"answer is {_describe_value(answer)}")
+        columns = columns_in(row, self)
+        ids: list[int] | None
+        if source == "token_ids":
+            check_ids(value, tokenizer.vocab_size if tokenizer else None)
+            text = str(row.pop("prompt", "") or (tokenizer.decode(value) if tokenizer else ""))
+            ids = value
+        else:
+            text, ids, columns = _encode(
+                value, source, columns, tokenizer, self.with_tools(row), tokens
+            )
+        if not (text.strip() if ids is None else ids):
+            raise BadRecord("empty_prompt", f"{source} is empty")
+        ids, media = _with_media(ids, columns, tokenizer, self)
+        ids = ids or []
+        if len(ids) > self.max_tokens:
+            if not self.truncate_left or media:
+                raise BadRecord(
+                    "over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {self.max_tokens}"
+                )
+            ids = ids[-self.max_tokens :]
+        # The columns that are left become metadata.
+        return Prompt(prompt_id, tuple(ids), text, str(answer), row, tuple(media), order)
+
+    def unusable(self, number: int, record: Record, media_error: UnusableMedium) -> Any:
         """The prompt of a row whose media could be used when its file was indexed, but cannot
         now."""
         prompt_id = self.columns.id_of(self.columns.renamed(record), number)
-        return Prompt(prompt_id, (), "", "", fault=fault)
+        return Prompt(prompt_id, (), "", "", media_error=media_error)
 
     @contextmanager
     def rendering(self) -> Iterator[None]:
@@ -161,7 +202,7 @@ class PromptRules:
                 self.media.pool.close()
 
 
-def prompts_of(
+def parse_rows(
     rows: Iterable[Row], tokenizer: Tokenizer | None, rules: PromptRules, tokens: bool = True
 ) -> Iterator[Prompt | BadLine]:
     """The prompt of each row, or a `BadLine`. If rows have the same id, only the first is used.
@@ -176,7 +217,7 @@ def prompts_of(
         if isinstance(row, BadLine):
             yield row
             continue
-        prompt = rules.read(*row, tokenizer, tokens)
+        prompt = rules.parse_row(*row, tokenizer, tokens)
         if isinstance(prompt, BadLine):
             yield prompt
         elif prompt.prompt_id in ids:
@@ -186,6 +227,9 @@ def prompts_of(
             yield prompt
 
 
+prompts_of = parse_rows  # Name in release 0.1.
+
+
 def prompt_of(
     number: int,
     record: Record,
@@ -193,11 +237,8 @@ def prompt_of(
     rules: PromptRules,
     tokens: bool = True,
 ) -> Prompt | BadLine:
-    """The prompt of the row in line ``number``, or a `BadLine`; see `prompts_of`."""
-    try:
-        return _prompt(number, record, tokenizer, rules, tokens)
-    except BAD_RECORD as error:
-        return bad_line(number, error)
+    """`PromptRules.parse_row` by its name in release 0.1."""
+    return rules.parse_row(number, record, tokenizer, tokens)
 
 
 BAD_RECORD = BadRecord, TokenizerError, RecursionError
@@ -275,42 +316,6 @@ class RowCounts:
 Tally = RowCounts  # Name in release 0.1.
 
 
-def _prompt(
-    number: int, record: Record, tokenizer: Tokenizer | None, rules: PromptRules, tokens: bool
-) -> Prompt:
-    row = rules.columns.read(number, record, has_template=rules.template is not None)
-    source = next((name for name in ("token_ids", "messages") if name in row), "prompt")
-    missing = [name for name in (source, "answer") if name not in row]
-    if missing:
-        raise BadRecord("missing_field", rules.columns.missing(missing))
-    prompt_id, order = row.pop("id"), rules.columns.order(row)
-    answer, value = row.pop("answer"), row.pop(source)
-    if not isinstance(answer, str | int | float) or answer != answer:
-        raise BadRecord("wrong_type", f"answer is {_describe_value(answer)}")
-    columns = columns_in(row, rules)
-    ids: list[int] | None
-    if source == "token_ids":
-        check_ids(value, tokenizer.vocab_size if tokenizer else None)
-        text = str(row.pop("prompt", "") or (tokenizer.decode(value) if tokenizer else ""))
-        ids = value
-    else:
-        text, ids, columns = _encode(
-            value, source, columns, tokenizer, rules.with_tools(row), tokens
-        )
-    if not (text.strip() if ids is None else ids):
-        raise BadRecord("empty_prompt", f"{source} is empty")
-    ids, media = _with_media(ids, columns, tokenizer, rules)
-    ids = ids or []
-    if len(ids) > rules.max_tokens:
-        if not rules.keeps_end or media:
-            raise BadRecord(
-                "over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {rules.max_tokens}"
-            )
-        ids = ids[-rules.max_tokens :]
-    # The columns that are left become metadata.
-    return Prompt(prompt_id, tuple(ids), text, str(answer), row, tuple(media), order)
-
-
 def columns_in(record: Record, rules: PromptRules) -> Columns:
     """Media that the columns of ``record`` name. The columns are removed from it. BadRecord: the
     model does not support such media."""
@@ -324,11 +329,11 @@ def columns_in(record: Record, rules: PromptRules) -> Columns:
             raise BadRecord(bad.reason, f"{bad.detail}; {hint}")
     try:
         return rules.media.take_columns(record) if rules.media else {}
-    except BadMedium as bad:
+    except UnusableMedium as bad:
         raise BadRecord(bad.reason, bad.detail) from None
 
 
-def chat_in(
+def prepare_messages(
     messages: list[Message], columns: Columns, rules: PromptRules
 ) -> tuple[list[Message], Columns]:
     """``messages`` for the template, and the media that they and ``columns`` name. BadRecord: a
@@ -340,13 +345,13 @@ def chat_in(
             return with_parts(checked, columns)
         for kind in _media_kinds(checked):
             raise unsupported_kind(kind)
-    except BadMedium as bad:
+    except UnusableMedium as bad:
         raise BadRecord(bad.reason, bad.detail) from None
     return checked, columns
 
 
 def _media_kinds(messages: list[Message]) -> Iterator[Kind]:
-    """Kinds of the media in ``messages``. BadMedium: a part is neither a text nor a medium."""
+    """Kinds of the media in ``messages``. UnusableMedium: a part is neither a text nor a medium."""
     for message in messages:
         if isinstance(message["content"], list):
             for part in message["content"]:
@@ -363,7 +368,7 @@ def _with_media(
     encode = functools.partial(tokenizer.encode, special=False)
     try:
         return rules.media.expand_placeholders(ids, columns, encode)
-    except BadMedium as bad:
+    except UnusableMedium as bad:
         raise BadRecord(bad.reason, bad.detail) from None
 
 
@@ -419,7 +424,7 @@ def _encode(
     text = value
     if rules.template:
         chat_messages = value if chat else [{"role": "user", "content": value}]
-        messages, columns = chat_in(chat_messages, columns, rules)
+        messages, columns = prepare_messages(chat_messages, columns, rules)
         if not any(says_something(message["content"]) for message in messages):
             raise BadRecord("empty_prompt", f"{source} has messages without content")
         text = rendered(messages, tokenizer, rules, as_tokens)
@@ -438,7 +443,7 @@ def _fits_for_sure(text: str, tokenizer: Tokenizer, rules: PromptRules) -> bool:
     max_count = tokenizer.max_token_count(text)
     if max_count is None:
         return False
-    return rules.keeps_end or max_count <= rules.max_tokens
+    return rules.truncate_left or max_count <= rules.max_tokens
 
 
 def rendered(
@@ -446,10 +451,11 @@ def rendered(
     tokenizer: Tokenizer,
     rules: PromptRules,
     as_tokens: bool = False,
-    whole: bool = False,
+    add_generation_prompt: bool = True,
 ) -> str:
-    """Text of ``messages`` by the template of ``rules``, with the generation prompt, or without it
-    if ``whole``. BadRecord: the template refuses the messages, or leaves out a text or a tool.
+    """Text of ``messages`` by the template of ``rules``, with the generation prompt if
+    ``add_generation_prompt``. BadRecord: the template refuses the messages, or leaves out a text or
+    a tool.
 
     Names of special tokens in the text will become these tokens. Messages must not contain them
     unless ``as_tokens``: a message could end a turn by such a name.
@@ -463,7 +469,7 @@ def rendered(
         )
     assert rules.template
     try:
-        text = rules.template.render(messages, whole, tools)
+        text = rules.template.render(messages, add_generation_prompt, tools)
     except TemplateError as error:
         raise BadRecord("chat_template", str(error)) from None
     number = left_out_message(messages, text)

@@ -36,7 +36,7 @@ class GroupPresence:
         """Seconds for which timeouts were paused so far."""
         self.paused = False
         """Whether timeouts are paused now."""
-        self.absent: dict[str, tuple[str, float]] = {}
+        self.awaited_groups: dict[str, tuple[str, float]] = {}
         """Groups that are absent or loading, with the reason, and since when (monotonic
         seconds)."""
         self._updated_at = now
@@ -63,18 +63,18 @@ class GroupPresence:
             for beat in beats.values()
             if now - beat["at"] <= self.lease_s and not over((beat["group"], beat["incarnation"]))
         ]
-        reasons = {name: self._reason_of_absence(name, live) for name in self.groups}
-        self.absent = {
-            name: (reason, self.absent.get(name, ("", now))[1])
+        reasons = {name: self._reason_to_wait(name, live) for name in self.groups}
+        self.awaited_groups = {
+            name: (reason, self.awaited_groups.get(name, ("", now))[1])
             for name, reason in reasons.items()
             if reason
         }
         busy = any(beat.get("busy_s") or beat.get("loads") for beat in live)
-        self.paused = full or bool(self.absent) or busy
+        self.paused = full or bool(self.awaited_groups) or busy
         if self.paused:
             self.paused_s += passed_s
 
-    def _reason_of_absence(self, name: str, live: Collection[Mapping[str, Any]]) -> str:
+    def _reason_to_wait(self, name: str, live: Collection[Mapping[str, Any]]) -> str:
         """Reason to wait for the group; empty if it is present."""
         beats = [beat for beat in live if base_name(beat["group"], self.groups) == name]
         if not beats:
@@ -82,8 +82,8 @@ class GroupPresence:
         return "is loading" if all(beat.get("loads") for beat in beats) else ""
 
     def report(self, now: float) -> dict[str, dict[str, Any]]:
-        """Groups of `absent` for a message: {group: {"why", "since_s"}}."""
+        """Groups of `awaited_groups` for a message: {group: {"why", "since_s"}}."""
         return {
             name: {"why": reason, "since_s": now - since}
-            for name, (reason, since) in self.absent.items()
+            for name, (reason, since) in self.awaited_groups.items()
         }

@@ -44,9 +44,10 @@ class PromptGroup:
     """Rows of each episode, see `queue.row_ids`; empty until they are declared."""
     versions: frozenset[int] = frozenset()
     old_version: int = 0
-    last: int = NO_STEP
-    """The last step that may train it: the oldest version of its tokens + max_staleness. While it
-    is generated, the version that its engine serves counts too."""
+    last_step: int = NO_STEP
+    """Number of the last step that may train it: the oldest version of its tokens + max_staleness.
+    While it is generated, the version that its engine serves counts too. NO_STEP: not limited
+    yet."""
     position: int = NO_STEP
     """Position in the order of training, once it is in a step's set; see `planning.step_sets`."""
     present: int = 0

@@ -30,7 +30,7 @@ from relax_hpc.queue.row_schema import Row
 from relax_hpc.rollout.bad_row_reports import report_bad_rows
 from relax_hpc.rollout.media import UNUSABLE, PromptMedia
 from relax_hpc.rollout.outcomes import Failure, Outcomes
-from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.rollout.prompt_source import PromptSource
 from relax_hpc.tasks.files import open_train
 from relax_hpc.training.weights.subscriber import NOTHING
 
@@ -76,8 +76,8 @@ class ExampleMedia:
         return self._runner.run(work)
 
     def stored_for_evaluation(self, examples: Sequence[Example]) -> list[Example]:
-        """Store the media of ``examples`` and return them in order. BadMedium: a medium cannot be
-        used."""
+        """Store the media of ``examples`` and return them in order. UnusableMedium: a medium cannot
+        be used."""
 
         async def stored() -> list[Example]:
             return await asyncio.gather(*(self.stored(example, None) for example in examples))
@@ -86,9 +86,9 @@ class ExampleMedia:
 
     async def stored(self, example: Example, ticket: int | None) -> Example:
         """Return ``example`` with its media stored for ``ticket`` or, if it is None, for
-        evaluation. BadMedium, BadMedia: a medium cannot be used."""
-        if example.fault:
-            raise example.fault
+        evaluation. UnusableMedium, MediaMismatch: a medium cannot be used."""
+        if example.media_error:
+            raise example.media_error
         sequences = []
         for sequence in example.sequences:
             if ticket is None:

@@ -22,7 +22,7 @@ from relax_hpc.queue.client.segments import START, UNFINISHED
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.rollout.engines.engine import BadAnswer, checked
 from relax_hpc.rollout.episodes.history import OUTCOME, History, media_in
-from relax_hpc.rollout.samples import draw_key, rows_of
+from relax_hpc.rollout.rows import draw_key, rows_of
 
 EpisodeResult = Generation | Episode
 """An episode, or the only response of one; it may be unfinished."""
@@ -91,12 +91,12 @@ class Attempt:
         )
 
     def requests(
-        self, sampling: Sampling, budget: int, but: Container[int] = ()
+        self, sampling: Sampling, budget: int, except_episodes: Container[int] = ()
     ) -> list[GenerateRequest]:
-        """Requests for the missing parts of all episodes except ``but``."""
+        """Requests for the missing parts of all episodes, without ``except_episodes``."""
         requests = []
         for k in range(len(self.drafts)):
-            request = None if k in but else self.request(k, sampling, budget)
+            request = None if k in except_episodes else self.request(k, sampling, budget)
             if request:
                 requests.append(request)
         return requests

@@ -19,9 +19,9 @@ from relax_hpc.rewards.tolerance import reaches
 from relax_hpc.rollout.engines.engine import BadAnswer, EngineFault
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.play import EngineRetry, play
-from relax_hpc.rollout.episodes.turns import Start
+from relax_hpc.rollout.episodes.turns import EpisodeStart
 from relax_hpc.rollout.media import UNUSABLE
-from relax_hpc.rollout.samples import last_response, requests_for
+from relax_hpc.rollout.rows import last_response, requests_for
 
 if TYPE_CHECKING:
     from relax_hpc.rollout.replica import Replica
@@ -151,7 +151,7 @@ class EvaluationRunner:
         settings = self.config.eval
         budget = settings.max_new_tokens or self.config.rollout.max_new_tokens
         try:
-            prompt = await self.rollout.media.of_evaluation(prompt)
+            prompt = await self.rollout.media.store_prompt_for_evaluation(prompt)
         except UNUSABLE as bad:
             return prompt, [BadAnswer("bad_media", str(bad))] * settings.responses
         requests = requests_for(prompt, 0, settings.responses, self.rollout.eval_sampling, budget)
@@ -163,7 +163,7 @@ class EvaluationRunner:
         """An episode against the environment, or the last response of another episode. If the
         engine fails, it is asked again, until it has failed too often in a row."""
         if self.rollout.player:
-            start = Start(prompt, request, self.replica.ask_once)
+            start = EpisodeStart(prompt, request, self.replica.ask_once)
             episode = await self.rollout.player.play(History(), start)
             self.rollout.report_program(episode)
             return episode

@@ -23,7 +23,7 @@ from relax_hpc.rewards.run_settings import reward_settings
 from relax_hpc.rollout.engines.engine import EngineFault
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure
-from relax_hpc.rollout.samples import (
+from relax_hpc.rollout.rows import (
     bad_routes,
     failure_of_answers,
     group_rows,

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.data.media import PromptMedium, read_placeholder_tokens
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.pool import Loaded
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.client.media_client import store_media
-from relax_hpc.queue.storage.media import BadMedia, MediaStore
+from relax_hpc.queue.storage.media import MediaMismatch, MediaStore
 from relax_hpc.rollout.media_ahead import MediaAhead
 
 Store = Callable[[Sequence[Loaded]], list[Path]]
-UNUSABLE = (BadMedium, BadMedia)
+UNUSABLE = (UnusableMedium, MediaMismatch)
 """Errors of media that cannot be used, each with its `reason`."""
 
 
@@ -69,21 +69,22 @@ class PromptMedia:
         if self._client:
             self._client.media.put(loaded.blob, loaded.media_id)
 
-    async def of_ticket(self, prompt: Prompt, ticket: int) -> Prompt:
+    async def store_prompt_for_ticket(self, prompt: Prompt, ticket: int) -> Prompt:
         """``prompt`` with its media in the queue's store, which keeps them as long as rows of
         ``ticket`` name them.
 
-        BadMedium, BadMedia: a medium cannot be used."""
-        if prompt.fault:
-            raise prompt.fault
+        UnusableMedium, MediaMismatch: a medium cannot be used."""
+        if prompt.media_error:
+            raise prompt.media_error
         if not prompt.media:
             return prompt
         return replace(prompt, media=await self.store_for_ticket(prompt.media, ticket))
 
-    async def of_evaluation(self, prompt: Prompt) -> Prompt:
-        """``prompt`` of an evaluation with its media stored. BadMedium as in `of_ticket`."""
-        if prompt.fault:
-            raise prompt.fault
+    async def store_prompt_for_evaluation(self, prompt: Prompt) -> Prompt:
+        """``prompt`` of an evaluation with its media stored. UnusableMedium as in
+        `store_prompt_for_ticket`."""
+        if prompt.media_error:
+            raise prompt.media_error
         if not prompt.media:
             return prompt
         return replace(prompt, media=await self.store_for_evaluation(prompt.media))
@@ -92,7 +93,7 @@ class PromptMedia:
         self, media: Sequence[PromptMedium], ticket: int
     ) -> tuple[PromptMedium, ...]:
         """``media`` in the queue's store, which keeps them as long as rows of ``ticket`` name them.
-        BadMedium, BadMedia: a medium cannot be used."""
+        UnusableMedium, MediaMismatch: a medium cannot be used."""
         client = self._client
         assert client, "tickets need a client"
 
@@ -110,7 +111,8 @@ class PromptMedia:
         return await self._load_and_store(media, store)
 
     async def store_for_evaluation(self, media: Sequence[PromptMedium]) -> tuple[PromptMedium, ...]:
-        """``media`` in the store of evaluations, which keeps them as long as the run. BadMedium."""
+        """``media`` in the store of evaluations, which keeps them as long as the run.
+        UnusableMedium."""
 
         def store(media: Sequence[Loaded]) -> list[Path]:
             folder = MediaStore(self._folder, durable=False)
@@ -132,7 +134,7 @@ class PromptMedia:
         loaded = await self._ahead.load(medium)
         tokens = self._rules.tokens(loaded.header)
         if tokens != medium.tokens:
-            raise BadMedium(
+            raise UnusableMedium(
                 Reason.SPANS,
                 f"{medium.kind} of {tokens} tokens, its header announced {medium.tokens}",
             )

@@ -43,7 +43,7 @@ class MediaAhead:
         """Tasks that decode expected media."""
 
     async def load(self, medium: PromptMedium) -> Loaded:
-        """A decoded medium. BadMedium: it cannot be used."""
+        """A decoded medium. UnusableMedium: it cannot be used."""
         key = medium.kind, medium.source, medium.options
         self._requested += 1
         try:

@@ -14,8 +14,8 @@ from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
 from relax_hpc.queue.row_schema import NO_VERSION, Row, split_turns
 from relax_hpc.rollout.episodes.recording import recording_of
+from relax_hpc.rollout.rows import begins_in_thought
 from relax_hpc.rollout.sample_log import Sample
-from relax_hpc.rollout.samples import begins_in_thought
 from relax_hpc.rollout.thumbnails import thumbnail_of
 
 

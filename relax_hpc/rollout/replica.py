@@ -300,10 +300,10 @@ class Replica:
             evaluating.result()
 
     async def ask_once(
-        self, request: GenerateRequest, counted: bool = True
+        self, request: GenerateRequest, counts_failure: bool = True
     ) -> Generation | BadAnswer:
         """The engine's response, or the error of one that cannot be used. EngineRetry: the engine
-        has failed. Too many ``counted`` failures in a row end the role."""
+        has failed. If ``counts_failure``, too many failures in a row end the role."""
 
         async def ask(engine: Engine) -> Generation | BadAnswer:
             context_tokens = len(request.context_ids)
@@ -315,9 +315,11 @@ class Replica:
                 self.read.update({READ: context_tokens, CACHED: answer.cached})
             return answer
 
-        return await self.ask_engine(ask, counted)
+        return await self.ask_engine(ask, counts_failure)
 
-    async def ask_engine(self, ask: Callable[[Engine], Awaitable[T]], counted: bool = True) -> T:
+    async def ask_engine(
+        self, ask: Callable[[Engine], Awaitable[T]], counts_failure: bool = True
+    ) -> T:
         """The result of ``ask`` for the engine. EngineRetry: as `ask_once`."""
         await self.ready.wait()
         engine, failure_count = self.engine, self.failure_count
@@ -325,7 +327,7 @@ class Replica:
             answer = await ask(engine)
         except EngineFault as fault:
             is_first = failure_count == self.failure_count
-            await self.handle_fault(fault, engine, counted and is_first)
+            await self.handle_fault(fault, engine, counts_failure and is_first)
             raise EngineRetry from fault
         if engine is not self.engine or not self.ready.is_set():
             # The engine is being replaced. It may have used weights of two versions.
@@ -333,7 +335,7 @@ class Replica:
         self.failures = self.replaced = 0
         return answer
 
-    async def handle_fault(self, fault: EngineFault, engine: Engine, counted: bool) -> None:
+    async def handle_fault(self, fault: EngineFault, engine: Engine, counts_failure: bool) -> None:
         """Count a fault, or let an engine be replaced that serves older weights than it was
         given."""
         # Faults of an engine that is being replaced do not count.
@@ -342,7 +344,7 @@ class Replica:
         if fault.reason == "old_version" and not self.leaving.is_set():
             self.ready.clear()
             self.suspected.set()
-        elif counted:
+        elif counts_failure:
             self.failure_count += 1
             self.failures = failures = self.failures + 1
             await self.report_fault(fault)

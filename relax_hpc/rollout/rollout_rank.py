@@ -33,10 +33,10 @@ from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.membership import Membership
 from relax_hpc.rollout.outbox import Outbox
 from relax_hpc.rollout.outcomes import Failure, Outcomes
+from relax_hpc.rollout.prompt_source import PromptSource
 from relax_hpc.rollout.replica import FOR_TURN, Replica
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
 from relax_hpc.rollout.sample_log import SUFFIX, SampleLog
-from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.tasks import get_task
 from relax_hpc.tasks.files import open_evals, open_train
 from relax_hpc.training.models.families import route_shape_of_model

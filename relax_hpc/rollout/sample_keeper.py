@@ -21,8 +21,8 @@ from relax_hpc.rollout.attempt import EpisodeResult
 from relax_hpc.rollout.engines.engine import EngineFault
 from relax_hpc.rollout.evaluation import Evaluated
 from relax_hpc.rollout.readable_rows import readable_sample
+from relax_hpc.rollout.rows import rows_of
 from relax_hpc.rollout.sample_log import Sample, SampleLog, kept_of
-from relax_hpc.rollout.samples import rows_of
 
 _SHOWN_CHARS = 1500
 """Most characters of a prompt or a response in TensorBoard."""

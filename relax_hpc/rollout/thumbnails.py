@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.bad_media import UnusableMedium
 from relax_hpc.data.multimodal.features import waveform
 from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.data.rows import data_uri
@@ -28,7 +28,7 @@ def thumbnail_of(blob: Path) -> dict[str, str] | None:
     """Thumbnail of the medium in ``blob``; None: the medium was removed or cannot be read."""
     try:
         return thumbnail(Medium.from_bytes(MediaStore(blob.parent, durable=False).read(blob.name)))
-    except (MediaError, BadMedium):
+    except (MediaError, UnusableMedium):
         return None
 
 

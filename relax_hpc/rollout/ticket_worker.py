@@ -20,7 +20,7 @@ from relax_hpc.rollout.attempt import Attempt, EpisodeResult
 from relax_hpc.rollout.engines.engine import BadAnswer, BatchedEngine, Engine
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.play import EngineRetry, play
-from relax_hpc.rollout.episodes.turns import Start
+from relax_hpc.rollout.episodes.turns import EpisodeStart
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.outcomes import Failure, generated_metrics
 from relax_hpc.rollout.segment_log import SegmentLog
@@ -34,7 +34,7 @@ _UNUSABLE_LOG, _SURPLUS = "unusable", "surplus"
 needs."""
 
 
-class HandedOver(Exception):
+class EngineLeaving(Exception):
     """Signal that the engine leaves. The log has the attempt, for the next owner of the ticket."""
 
 
@@ -114,7 +114,7 @@ class TicketWorker:
                     spare = None
             if spare:
                 await self.offer_spare(spare)
-        except HandedOver:
+        except EngineLeaving:
             if spare:
                 await spare.abort()
                 await self.drop_attempt(spare.attempt, _SURPLUS)
@@ -159,7 +159,7 @@ class TicketWorker:
 
     async def finish_attempt(self, attempt: Attempt) -> Failure | None:
         """Generate the missing parts of an attempt and put its rows, or return the reason why it
-        failed. HandedOver: the engine leaves."""
+        failed. EngineLeaving: the engine leaves."""
         step, tokens_before = self.step_of(attempt.ticket), attempt.tokens
         failure = await self.prepare_media(attempt)
         if failure:
@@ -171,7 +171,7 @@ class TicketWorker:
             if generating.cancelled():
                 self.report(attempt.ticket, attempt.tokens - tokens_before)
                 await self.log.hand_over(attempt)
-                raise HandedOver
+                raise EngineLeaving
             answers = generating.result()
             with self.replica.activity("queue", step):
                 rows = await self.rollout.make_rows(attempt, answers)
@@ -185,11 +185,13 @@ class TicketWorker:
     async def prepare_media(self, attempt: Attempt) -> Failure | None:
         """Store the media of the prompt for engines, or return the reason why they cannot be
         used."""
-        if not (attempt.prompt.media or attempt.prompt.fault):
+        if not (attempt.prompt.media or attempt.prompt.media_error):
             return None
         try:
             with self.replica.activity("queue", self.step_of(attempt.ticket)):
-                attempt.prompt = await self.rollout.media.of_ticket(attempt.prompt, attempt.ticket)
+                attempt.prompt = await self.rollout.media.store_prompt_for_ticket(
+                    attempt.prompt, attempt.ticket
+                )
         except UNUSABLE as bad:
             return Failure(bad.reason, f"{bad} (prompt {attempt.prompt.prompt_id})")
         return None
@@ -206,30 +208,31 @@ class TicketWorker:
         return ticket // self.config.prompts_per_step
 
     async def generate(
-        self, attempt: Attempt, counted: bool = True
+        self, attempt: Attempt, retries_engine: bool = True
     ) -> list[Generation | Episode | BadAnswer]:
         """The episodes of ``attempt``; the engine generates their missing parts. EngineRetry: see
         `generate_episode`."""
         engine = self.replica.engine
         is_one_response = not (self.rollout.player or self.rollout.task.makes("episode"))
         if isinstance(engine, BatchedEngine) and is_one_response:
-            return await self.generate_batched(attempt, counted)
+            return await self.generate_batched(attempt, retries_engine)
         async with asyncio.TaskGroup() as tasks:
             episodes = [
-                tasks.create_task(self.generate_episode(attempt, k, counted))
+                tasks.create_task(self.generate_episode(attempt, k, retries_engine))
                 for k in range(len(attempt.drafts))
             ]
         return [episode.result() for episode in episodes]
 
     async def generate_batched(
-        self, attempt: Attempt, counted: bool
+        self, attempt: Attempt, retries_engine: bool
     ) -> list[Generation | Episode | BadAnswer]:
-        """The same with a `BatchedEngine`, for episodes of one response."""
+        """Generate all episodes of ``attempt`` in one call of a `BatchedEngine`. Each episode is
+        one response."""
         bad: dict[int, BadAnswer] = {}
         budget = self.config.rollout.max_new_tokens
-        while requests := attempt.requests(self.rollout.sampling, budget, but=bad):
-            with contextlib.suppress(*([EngineRetry] if counted else [])):
-                answers = await self.replica.ask_engine(_batched(requests), counted)
+        while requests := attempt.requests(self.rollout.sampling, budget, except_episodes=bad):
+            with contextlib.suppress(*([EngineRetry] if retries_engine else [])):
+                answers = await self.replica.ask_engine(_batched(requests), retries_engine)
                 for request, answer in zip(requests, answers, strict=True):
                     if isinstance(answer, BadAnswer):
                         bad[request.sample] = answer
@@ -238,26 +241,27 @@ class TicketWorker:
         return [bad.get(k) or draft.snapshot() for k, draft in enumerate(attempt.drafts)]
 
     async def generate_episode(
-        self, attempt: Attempt, k: int, counted: bool
+        self, attempt: Attempt, k: int, retries_engine: bool
     ) -> Generation | Episode | BadAnswer:
-        """Episode ``k`` of ``attempt``. If the engine fails, it is asked again. EngineRetry: it has
-        failed, and its failures are not ``counted``."""
+        """Episode ``k`` of ``attempt``. If the engine fails and ``retries_engine`` is set, the
+        failure is counted and the engine is asked again. EngineRetry: the engine has failed, and
+        ``retries_engine`` is not set."""
         budget = self.config.rollout.max_new_tokens
         while request := attempt.request(k, self.rollout.sampling, budget):
             history = attempt.drafts[k]
             if isinstance(history, History):
-                return await self.play_turns(attempt, history, request, counted)
-            with contextlib.suppress(*([EngineRetry] if counted else [])):
+                return await self.play_turns(attempt, history, request, retries_engine)
+            with contextlib.suppress(*([EngineRetry] if retries_engine else [])):
                 return await play(
                     self.rollout.task,
                     request,
-                    lambda request: self.replica.ask_once(request, counted),
+                    lambda request: self.replica.ask_once(request, retries_engine),
                     self.config.rollout.episode_timeout_s,
                 )
         return attempt.drafts[k].snapshot()
 
     async def play_turns(
-        self, attempt: Attempt, history: History, request: GenerateRequest, counted: bool
+        self, attempt: Attempt, history: History, request: GenerateRequest, retries_engine: bool
     ) -> Episode | BadAnswer:
         """The episode against its environment that begins with ``history``. EngineRetry: as
         `generate_episode`."""
@@ -265,10 +269,10 @@ class TicketWorker:
 
         async def ask(request: GenerateRequest) -> Generation | BadAnswer:
             with self.replica.activity("generate", self.step_of(attempt.ticket)):
-                return await self.replica.ask_once(request, counted)
+                return await self.replica.ask_once(request, retries_engine)
 
         with self.replica.activity.playing():
-            start = Start(attempt.prompt, request, ask, attempt.ticket, counted)
+            start = EpisodeStart(attempt.prompt, request, ask, attempt.ticket, retries_engine)
             episode = await self.rollout.player.play(history, start)
         self.rollout.report_program(episode)
         return episode
@@ -325,7 +329,7 @@ class TicketWorker:
             if await self.prepare_media(attempt):
                 return False
             with self.generating(attempt.ticket):
-                answers = await self.generate(attempt, counted=False)
+                answers = await self.generate(attempt, retries_engine=False)
             return not any(
                 isinstance(answer, BadAnswer) or answer.finish_reason == "abort"
                 for answer in answers

@@ -10,7 +10,7 @@ from typing import Any
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.data.examples import demonstration_of
 from relax_hpc.data.media import PromptMedium, spans_of
-from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.bad_media import UnusableMedium
 from relax_hpc.data.multimodal.medium import Header, Kind, Medium
 from relax_hpc.data.multimodal.options import MediumOptions
 from relax_hpc.data.multimodal.pool import Loaded
@@ -40,7 +40,7 @@ def read_demonstrations(
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(reader.read(json.loads(line)))
-        except (ValueError, BadRecord, BadMedium) as error:
+        except (ValueError, BadRecord, UnusableMedium) as error:
             reason = ": ".join(map(str, error.args))
             raise ConfigError(
                 f"{path}:{number}: {reason}; expected a demonstration, as in files of sft"
@@ -57,7 +57,7 @@ class _DemonstrationReader:
     media: dict[str, Medium]
 
     def read(self, line: Any) -> Row:
-        """Row of a line. BadRecord, BadMedium: the line cannot be used."""
+        """Row of a line. BadRecord, UnusableMedium: the line cannot be used."""
         if not isinstance(line, dict):
             raise BadRecord("wrong_type", f"a line is a {type(line).__name__}, allowed: an object")
         media_rules = self.rules.media

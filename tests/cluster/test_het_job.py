@@ -257,7 +257,7 @@ def test_a_job_that_gave_way_to_nobody_hands_its_group_to_this_one(
     )
     back: list[str] = []
     supervisor = begun(moved)
-    supervisor.bring_back = lambda name, _: back.append(name)
+    supervisor.restart_group = lambda name, _: back.append(name)
     moved.ledger.mark_retired("22")
     moved.detached_groups._check_jobs(supervisor)
     assert not back, "it still saves"

@@ -368,10 +368,10 @@ def test_progress_between_two_deaths_lets_it_go_on(world: World) -> None:
 def test_a_hang_is_a_death(world: World) -> None:
     world.plans = {"rollout": ["deaf", "done:0"]}
     hangs = world.once(
-        lambda: world.supervisor.handle_hang("rollout", "rollout", 1, "has given no sign")
+        lambda: world.supervisor.handle_dead_role("rollout", "rollout", 1, "has given no sign")
     )
     assert world.supervise("rollout", then=hangs) is Outcome.FINISHED
-    world.supervisor.handle_hang("rollout", "rollout", 1, "of an incarnation that is over")
+    world.supervisor.handle_dead_role("rollout", "rollout", 1, "of an incarnation that is over")
     assert world.started == [("rollout", 1), ("rollout", 2)]
 
 
@@ -379,7 +379,7 @@ def test_a_hang_is_a_death(world: World) -> None:
 def test_what_a_silent_group_of_others_held_goes_to_others(world: World, layout: str) -> None:
     names = ("hub", "actor") if layout == "het" else ("actor",)
     silent = world.once(
-        lambda: world.supervisor.handle_hang("rollout-2", "", 3, "has given no sign"),
+        lambda: world.supervisor.handle_dead_role("rollout-2", "", 3, "has given no sign"),
         lambda: requests.request_stop(world.run),
     )
     world.supervise(*names, then=silent)

@@ -43,13 +43,18 @@ def test_nothing_known_is_no_death() -> None:
 
 
 def test_done_is_done_however_silent_and_whatever_ends() -> None:
-    assert said(mark=DONE, exit=killed, ends=lambda: True, job=GONE, beats=STALE).fate is Fate.DONE
+    assert (
+        said(mark=DONE, exit=killed, is_allocation_ending=lambda: True, job=GONE, beats=STALE).fate
+        is Fate.DONE
+    )
 
 
 @pytest.mark.parametrize("code", [EXIT_CONFIG, EXIT_NO_PROGRESS])
 def test_what_cannot_be_mended_is_not_excused_by_the_end_of_its_allocation(code: int) -> None:
     hopeless = {"status": "failed", "code": code, "reason": "no such file"}
-    assert said(mark=hopeless, ends=lambda: True) == Verdict(Fate.HOPELESS, "no such file", code)
+    assert said(mark=hopeless, is_allocation_ending=lambda: True) == Verdict(
+        Fate.HOPELESS, "no such file", code
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,8 +76,10 @@ def test_progress_is_asked_for_only_after_a_programming_error() -> None:
 
 
 def test_what_ends_with_its_allocation_makes_way() -> None:
-    assert said(exit=killed, ends=lambda: True) == Verdict(Fate.LEAVES, "ended by signal 9")
-    assert said(mark=STOPPED, ends=lambda: True).fate is Fate.LEAVES
+    assert said(exit=killed, is_allocation_ending=lambda: True) == Verdict(
+        Fate.LEAVES, "ended by signal 9"
+    )
+    assert said(mark=STOPPED, is_allocation_ending=lambda: True).fate is Fate.LEAVES
 
 
 def test_an_exit_is_death_at_once_although_it_has_just_beaten() -> None:
@@ -84,8 +91,8 @@ def test_slurm_is_asked_only_about_what_has_ended() -> None:
     def never() -> bool:
         raise AssertionError("asked")
 
-    assert said(beats=STALE, ends=never).fate is Fate.DEAD
-    assert said(mark=DONE, ends=never).fate is Fate.DONE
+    assert said(beats=STALE, is_allocation_ending=never).fate is Fate.DEAD
+    assert said(mark=DONE, is_allocation_ending=never).fate is Fate.DONE
 
 
 @pytest.mark.parametrize(
@@ -125,7 +132,7 @@ def test_of_others_all_members_have_to_be_silent() -> None:
 def test_who_waits_or_loads_beats_and_lives_and_who_is_at_one_thing_for_too_long_does_not() -> None:
     at_work = [{"age_s": 0.5, "busy_s": 1801.0}]
     assert said(beats=at_work) == Verdict(Fate.DEAD, "has worked on one task for over 1800 s")
-    assert said(beats=[{"age_s": 0.5, "busy_s": 0.0, "loads": True}], known_s=1e6) is LIVES
+    assert said(beats=[{"age_s": 0.5, "busy_s": 0.0, "loads": True}], supervised_s=1e6) is LIVES
 
 
 def test_who_loads_without_getting_on_hangs() -> None:

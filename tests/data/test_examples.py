@@ -70,7 +70,8 @@ def read(
     )
     with rules.rendering():
         return tokenizer, [
-            rules.read(number, {"id": number, **row}, tokenizer) for number, row in enumerate(rows)
+            rules.parse_row(number, {"id": number, **row}, tokenizer)
+            for number, row in enumerate(rows)
         ]
 
 

@@ -21,7 +21,7 @@ from relax_hpc.config.schema import Config, DataConfig, ModelConfig
 from relax_hpc.convert.verify import prompt_ids
 from relax_hpc.data.examples import ExampleRules
 from relax_hpc.data.multimodal.rules import Rules
-from relax_hpc.data.prompts import PromptRules, prompts_of
+from relax_hpc.data.prompts import PromptRules, parse_rows
 from relax_hpc.data.rows import BadLine
 from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
@@ -195,7 +195,7 @@ def test_a_text_that_the_tokenizer_cannot_process_costs_its_row(
         (1, {"id": "a", "prompt": "12?", "answer": "1"}),
         (2, {"id": "b", "prompt": text, "answer": "1"}),
     ]
-    good, bad = prompts_of(rows, panicking, rules)
+    good, bad = parse_rows(rows, panicking, rules)
     assert good.prompt_id == "a" and isinstance(bad, BadLine) and bad.reason == "tokenizer"
     examples = ExampleRules.from_rules(rules, 100, 1)
     assert (

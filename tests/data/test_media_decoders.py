@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.base.content_id import hash_content
 from relax_hpc.data.multimodal import frame_reader
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.frame_reader import Video, read_video
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.loading import header, load
@@ -405,7 +405,7 @@ def refusal(kind: Kind, path: Path) -> Reason:
     """Reason why a file is refused, the same for its header and its content."""
     reasons = set[Reason]()
     for read in (header, load):
-        with pytest.raises(BadMedium) as caught:
+        with pytest.raises(UnusableMedium) as caught:
             read(kind, path, RULES)
         reasons.add(caught.value.reason)
     (reason,) = reasons
@@ -463,7 +463,7 @@ def test_a_sound_that_is_damaged_within_is_refused(tmp_path: Path) -> None:
     middle = len(content) // 2
     content[middle : middle + 400] = np.random.default_rng(0).bytes(400)
     path.write_bytes(content)
-    with pytest.raises(BadMedium, match="corrupted"):
+    with pytest.raises(UnusableMedium, match="corrupted"):
         load(Kind.AUDIO, path, RULES)
 
 

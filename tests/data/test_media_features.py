@@ -22,7 +22,7 @@ from PIL import Image
 
 from relax_hpc.base.transformers_hook import install_transformers_hook
 from relax_hpc.data.multimodal import features, image
-from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.bad_media import UnusableMedium
 from relax_hpc.data.multimodal.medium import Header, Kind, Medium
 from relax_hpc.data.multimodal.placeholders import runs_with_sound
 from relax_hpc.data.multimodal.positions import positions
@@ -368,7 +368,7 @@ def test_a_medium_that_is_not_there_or_has_other_tokens_is_refused() -> None:
     span = {"kind": "image", "start": 0, "length": 4, "media_id": "one"}
     assert positions(4, [span], media, Rules())[1].tolist() == [0, 0, 1, 1]
     for wrong in ({"media_id": "two"}, {"length": 5}):
-        with pytest.raises(BadMedium, match="media_mismatch"):
+        with pytest.raises(UnusableMedium, match="media_mismatch"):
             positions(8, [span | wrong], media, Rules())
 
 

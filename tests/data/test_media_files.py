@@ -23,7 +23,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.data.multimodal import frame_reader, sound_reader
 from relax_hpc.data.multimodal.audio import resampled
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.features import waveform
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.loading import header, load
@@ -44,7 +44,7 @@ MOVIE = avi(clip(20, 64, 96), 10, tone(2.0))
 
 def refused(kind: Kind, source: bytes | Path, **limits: float) -> str:
     """Reason why a file is refused, for its header or its content."""
-    with pytest.raises(BadMedium) as caught:
+    with pytest.raises(UnusableMedium) as caught:
         load(kind, source, SMALL, Limits(**limits))
     assert caught.value.detail
     return caught.value.reason
@@ -197,7 +197,7 @@ def test_a_video_of_fewer_frames_than_its_packets_is_cut_short(
 ) -> None:
     real = frame_reader.decode
     monkeypatch.setattr(frame_reader, "decode", lambda *stream: islice(real(*stream), 5))
-    with pytest.raises(BadMedium, match="truncated: 5 frames, its packets say 20"):
+    with pytest.raises(UnusableMedium, match="truncated: 5 frames, its packets say 20"):
         load(VIDEO, videos.VIDEOS / "hevc.mkv", SMALL)
 
 
@@ -338,7 +338,7 @@ def test_damage_is_refused_or_goes_unnoticed_but_never_raises_anything_else(
     damaged[at : at + data.draw(st.integers(1, 40))] = data.draw(st.binary(min_size=0, max_size=40))
     try:
         assert load(kind, bytes(damaged), SMALL).kind == kind
-    except BadMedium as bad:
+    except UnusableMedium as bad:
         assert bad.reason in set(Reason)
 
 
@@ -376,7 +376,7 @@ def test_a_blob_is_a_safetensors_file_and_other_bytes_are_none() -> None:
         blob.replace(b"image", b"audio"),
         blob[:8] + blob[9:],
     ):
-        with pytest.raises(BadMedium, match="damaged_blob"):
+        with pytest.raises(UnusableMedium, match="damaged_blob"):
             Medium.from_bytes(damaged)
 
 

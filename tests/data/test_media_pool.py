@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from relax_hpc.base.content_id import hash_content
-from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.bad_media import UnusableMedium
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.loading import load
 from relax_hpc.data.multimodal.medium import Kind
@@ -67,7 +67,7 @@ def test_a_worker_gives_what_is_decoded_here(with_pool: Callable[..., Any], tmp_
             )
             assert there.header == here.header == await pool.header(kind, source)
             assert np.array_equal(there.medium.data, here.data)
-        with pytest.raises(BadMedium, match=r"missing_file.*gone"):
+        with pytest.raises(UnusableMedium, match=r"missing_file.*gone"):
             await pool.load(Kind.IMAGE, tmp_path / "gone.png")
 
     with_pool(work)
@@ -83,7 +83,9 @@ def test_a_file_that_hangs_kills_or_swells_its_worker_is_bad_alone(
         found = await asyncio.gather(
             *(pool.load(Kind.IMAGE, file) for file in files), return_exceptions=True
         )
-        return [one.reason if isinstance(one, BadMedium) else type(one).__name__ for one in found]
+        return [
+            one.reason if isinstance(one, UnusableMedium) else type(one).__name__ for one in found
+        ]
 
     reasons = with_pool(work, time_s=8.0, memory_mb=512)
     assert reasons == [

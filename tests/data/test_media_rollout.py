@@ -20,7 +20,7 @@ from PIL import Image
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import PromptMedium
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.features import raw_features
 from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.data.multimodal.rules import Rules
@@ -29,12 +29,12 @@ from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.ops.observe.sample_page import render_page
 from relax_hpc.ops.observe.sample_reading import valid_samples
 from relax_hpc.ops.observe.sample_text import lines
-from relax_hpc.queue.storage.media import BadMedia, MediaStore, check_media
+from relax_hpc.queue.storage.media import MediaMismatch, MediaStore, check_media
 from relax_hpc.roles.media_reader import MediaReader
 from relax_hpc.rollout.engines.engine import Episode, EpisodeRow, Generation
 from relax_hpc.rollout.media import PromptMedia
+from relax_hpc.rollout.rows import rows_of
 from relax_hpc.rollout.sample_keeper import SampleKeeper
-from relax_hpc.rollout.samples import rows_of
 from relax_hpc.rollout.thumbnails import thumbnail
 from tests.helpers.media_prompts import END, IMAGE, START, png, seeing_model
 
@@ -52,11 +52,11 @@ class Stored:
     folder: Path
     runner: asyncio.Runner
 
-    def of_ticket(self, prompt: Prompt, ticket: int = 7) -> Prompt:
-        return self.runner.run(self.media.of_ticket(prompt, ticket))
+    def store_prompt_for_ticket(self, prompt: Prompt, ticket: int = 7) -> Prompt:
+        return self.runner.run(self.media.store_prompt_for_ticket(prompt, ticket))
 
-    def of_evaluation(self, prompt: Prompt) -> Prompt:
-        return self.runner.run(self.media.of_evaluation(prompt))
+    def store_prompt_for_evaluation(self, prompt: Prompt) -> Prompt:
+        return self.runner.run(self.media.store_prompt_for_evaluation(prompt))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def answer(*tokens: int) -> Generation:
 
 
 def test_a_medium_is_stored_once_for_all_rows_of_its_prompt_group(stored: Stored) -> None:
-    prompt = stored.of_ticket(PROMPT)
+    prompt = stored.store_prompt_for_ticket(PROMPT)
     (media_id,) = stored.store.sizes()
     assert stored.named == [(7, [media_id])]
     rows = rows_of(prompt, 7, {0: answer(9, 2), 1: answer(8, 2)})
@@ -98,7 +98,7 @@ def test_a_medium_is_stored_once_for_all_rows_of_its_prompt_group(stored: Stored
         assert row["spans"] == [{"kind": "image", "start": 2, "length": 4, "media_id": media_id}]
         assert row["media_tokens"] == {media_id: 4} and check_media(row, {"image": IMAGE}) == 4
     twice = replace(PROMPT, media=(MEDIUM, replace(MEDIUM, spans=((8, 4),))))
-    assert len({medium.blob for medium in stored.of_ticket(twice, 8).media}) == 1
+    assert len({medium.blob for medium in stored.store_prompt_for_ticket(twice, 8).media}) == 1
 
 
 def test_an_engine_finds_media_of_a_ticket_that_is_another_s_by_now(
@@ -107,12 +107,12 @@ def test_an_engine_finds_media_of_a_ticket_that_is_another_s_by_now(
     refused: Future[bool] = Future()
     refused.set_result(False)
     monkeypatch.setattr(stored.media._client.tickets, "register_media", lambda *_: refused)
-    (medium,) = stored.of_ticket(PROMPT).media
+    (medium,) = stored.store_prompt_for_ticket(PROMPT).media
     assert medium.blob and medium.blob.exists()
 
 
 def test_rows_of_an_episode_have_media_where_they_begin_with_the_prompt(stored: Stored) -> None:
-    prompt = stored.of_ticket(PROMPT)
+    prompt = stored.store_prompt_for_ticket(PROMPT)
     made = Episode(
         [EpisodeRow((*prompt.token_ids, 6, 6), answer(9)), EpisodeRow((1, 5, 5), answer(9))]
     )
@@ -121,26 +121,26 @@ def test_rows_of_an_episode_have_media_where_they_begin_with_the_prompt(stored: 
 
 
 def test_evaluations_have_a_store_of_their_own(stored: Stored) -> None:
-    prompt = stored.of_evaluation(PROMPT)
+    prompt = stored.store_prompt_for_evaluation(PROMPT)
     assert not stored.named and not stored.store.sizes()
     assert prompt.media[0].blob and prompt.media[0].blob.parent == stored.folder / "evaluations"
     text = Prompt("t", (1, 5), "?", "a")
-    assert stored.of_evaluation(text) is text
+    assert stored.store_prompt_for_evaluation(text) is text
 
 
 def test_what_is_of_no_use_is_said_by_its_reason(stored: Stored) -> None:
     def told(medium: PromptMedium) -> str:
-        with pytest.raises((BadMedium, BadMedia)) as raised:
-            stored.of_ticket(replace(PROMPT, media=(medium,)))
+        with pytest.raises((UnusableMedium, MediaMismatch)) as raised:
+            stored.store_prompt_for_ticket(replace(PROMPT, media=(medium,)))
         return raised.value.reason
 
     assert told(replace(MEDIUM, source=png()[:200])) in ("truncated", "corrupted")
     assert told(replace(MEDIUM, source=Path("/nowhere.png"))) == "missing_file"
     # Another file by the time it is decoded.
     assert told(replace(MEDIUM, source=png(96, 96))) == "media_mismatch"
-    gone = Prompt("p", (), "", "", fault=BadMedium(Reason.MISSING, "a.png"))
-    with pytest.raises(BadMedium, match="missing_file"):
-        stored.of_ticket(gone)
+    gone = Prompt("p", (), "", "", media_error=UnusableMedium(Reason.MISSING, "a.png"))
+    with pytest.raises(UnusableMedium, match="missing_file"):
+        stored.store_prompt_for_ticket(gone)
     stored.media._client.config.queue.max_medium_bytes = 100
     assert told(MEDIUM) == "media_too_large"
     assert not stored.named and not stored.store.sizes()
@@ -167,15 +167,15 @@ def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stor
     assert len(stored.store.sizes()) == 2 and not stored.named
     for path in stored.folder.glob("*.png"):
         path.unlink()
-    assert stored.of_ticket(prompts[1]).media[0].blob
+    assert stored.store_prompt_for_ticket(prompts[1]).media[0].blob
     assert len(stored.named) == 1
     # It is gone with who has taken it, and what is bad is so for who wants it.
     for number in (1, 2):
         stored.runner.run(expect(0, most=1))
         stored.media.expect([prompts[number]])
-        with pytest.raises(BadMedium, match="missing_file"):
-            stored.of_ticket(prompts[number])
-    assert stored.of_ticket(prompts[0]).media[0].blob
+        with pytest.raises(UnusableMedium, match="missing_file"):
+            stored.store_prompt_for_ticket(prompts[number])
+    assert stored.store_prompt_for_ticket(prompts[0]).media[0].blob
 
     async def give_up() -> None:
         for expected in ([PROMPT, prompts[0]], [], []):
@@ -186,7 +186,7 @@ def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stor
 
 
 def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
-    prompt = stored.of_ticket(PROMPT)
+    prompt = stored.store_prompt_for_ticket(PROMPT)
     (row,) = rows_of(prompt, 7, {0: answer(9, 2)})
     reader = MediaReader(lambda: stored.store, model)
     found = reader.read([row, row, {"token_ids": [1], "spans": []}])
@@ -202,7 +202,7 @@ def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
 
 
 def test_people_see_small_pictures_of_what_a_sample_is_about(stored: Stored, model: Path) -> None:
-    prompt = stored.of_ticket(PROMPT)
+    prompt = stored.store_prompt_for_ticket(PROMPT)
     kept: list[Any] = []
     log: Any = SimpleNamespace(keep=lambda samples, step=None: kept.extend(samples))
     config = Config()

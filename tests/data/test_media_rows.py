@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig, MultimodalConfig
 from relax_hpc.data.media import MediaRules, read_placeholder_tokens, spans_of
-from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.bad_media import UnusableMedium
 from relax_hpc.data.multimodal.image import load
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.named_media import source_of, split_at_marks
@@ -232,7 +232,7 @@ def test_a_data_uri_is_refused_by_its_length_before_it_is_decoded(
     limits = MultimodalConfig(max_file_mb=1)
     tracemalloc.start()
     try:
-        with pytest.raises(BadMedium, match="large_file: 1999999"):
+        with pytest.raises(UnusableMedium, match="large_file: 1999999"):
             source_of(rows[0]["images"][0], tmp_path, 1_000_000)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -242,7 +242,7 @@ def test_a_data_uri_is_refused_by_its_length_before_it_is_decoded(
     for size in range(9):
         uri = f"data:;base64,{base64.b64encode(bytes(size)).decode()}"
         assert source_of(uri, tmp_path, size) == bytes(size)
-        with pytest.raises(BadMedium):
+        with pytest.raises(UnusableMedium):
             source_of(uri, tmp_path, size - 3)
 
 
@@ -252,7 +252,7 @@ def test_a_header_is_enough_for_the_index(tokenizer: Tokenizer, tmp_path: Path) 
     assert not bad and found.media[0].tokens == 4
     how = PromptRules.from_config(DATA, tokenizer, tmp_path).media
     assert isinstance(how, MediaRules)
-    with pytest.raises(BadMedium):
+    with pytest.raises(UnusableMedium):
         load(found.media[0].source, how.rules)
 
 
@@ -296,9 +296,9 @@ def test_a_medium_that_is_gone_when_it_is_drawn_costs_its_prompt_alone(
     gone, text = found
     assert (
         gone.prompt_id == "a"
-        and gone.fault
-        and gone.fault.reason == "missing_file"
-        and not text.fault
+        and gone.media_error
+        and gone.media_error.reason == "missing_file"
+        and not text.media_error
     )
 
 
@@ -325,7 +325,7 @@ def test_a_file_that_ends_its_decoder_costs_its_row_alone(
     assert checked.counts == {"decoder_hung": 1, "decoder_died": 1} and checked.rows == 4
     (tmp_path / "later.png").write_bytes(png(32, CRASHES))
     good, later = found
-    assert not good.fault and later.fault and later.fault.reason == "decoder_died"
+    assert not good.media_error and later.media_error and later.media_error.reason == "decoder_died"
 
 
 def test_a_video_has_a_time_stamp_before_each_patch_in_time(

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
-from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.bad_media import UnusableMedium
 from relax_hpc.data.multimodal.loading import header, load
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.multimodal.options import MediumOptions, with_options
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.named_media import MediumReference, reference_in
-from relax_hpc.data.prompts import Prompt, PromptRules, prompt_of
+from relax_hpc.data.prompts import Prompt, PromptRules
 from relax_hpc.data.rows import BadLine
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.training.models.tiny_model import make_tiny_model
@@ -119,7 +119,7 @@ def test_a_video_has_the_frames_that_qwen_vl_utils_takes(
         first, last, count = their_module().calculate_video_frame_range(part, total, native_fps)
         frames = their_module().smart_nframes(part, count, native_fps)
     except ValueError:
-        with pytest.raises(BadMedium, match="bad_option"):
+        with pytest.raises(UnusableMedium, match="bad_option"):
             rules.frames(total, native_fps)
         return
     theirs = torch.linspace(first, last, frames).round().long().tolist()
@@ -257,7 +257,7 @@ def test_a_sound_is_found_in_openais_form() -> None:
 def test_what_would_be_ignored_of_a_part_is_refused_by_name(
     kind: Kind, part: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(BadMedium) as caught:
+    with pytest.raises(UnusableMedium) as caught:
         reference_in(kind, part)
     assert says in str(caught.value)
 
@@ -277,11 +277,10 @@ def test_a_prompt_has_as_many_tokens_as_the_options_of_its_images_leave(tmp_path
     ]
     with rules.rendering():
         made = [
-            prompt_of(
+            rules.parse_row(
                 1,
                 {"id": "1", "messages": [{"role": "user", "content": [part]}], "answer": "1"},
                 tokenizer,
-                rules,
             )
             for part in parts
         ]

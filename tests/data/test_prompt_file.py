@@ -26,7 +26,7 @@ from relax_hpc.data.prompt_file import PromptFile, open_prompts
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.rows import BadLine, count_rows, read_rows
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.rollout.prompt_source import PromptSource
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.effort import effort
 from tests.helpers.prompt_helpers import load_prompts, read_prompts
@@ -84,13 +84,13 @@ lines = st.one_of(
     content=st.lists(lines, max_size=12),
     end=st.sampled_from([b"\n", b"\r\n"]),
     closed=st.booleans(),
-    keeps_end=st.booleans(),
+    truncate_left=st.booleans(),
 )
 def test_an_index_finds_what_reading_all_at_once_finds(
     content: list[bytes],
     end: bytes,
     closed: bool,
-    keeps_end: bool,
+    truncate_left: bool,
     tokenizer: Tokenizer,
     folder: Path,
 ) -> None:
@@ -99,7 +99,7 @@ def test_an_index_finds_what_reading_all_at_once_finds(
     good = b'{"id": "first", "prompt": "1?", "answer": "1"}'
     path = folder / "any.jsonl"
     path.write_bytes(end.join([good, *content]) + (end if closed else b""))
-    load_prompts(path, tokenizer, PromptRules(12, keeps_end=keeps_end), 1.0)
+    load_prompts(path, tokenizer, PromptRules(12, truncate_left=truncate_left), 1.0)
 
 
 def write(path: Path, *ids: object, prompt: str = "12?") -> Path:
@@ -237,7 +237,7 @@ def test_the_index_is_made_once_and_again_for_other_files(
     with pytest.raises(
         ConfigError, match="would become other prompts than when the run began: the chat template"
     ):
-        opened(path, tokenizer, PromptRules(3, keeps_end=True))
+        opened(path, tokenizer, PromptRules(3, truncate_left=True))
     assert len(opened(other, tokenizer)) == 3 and made == [path, other]
     whole = (tmp_path / "of.index").read_bytes()
     for damaged in (b"", whole[:-1], b"{}\n" + whole, b"\xff" * 50):
@@ -392,7 +392,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.rollout.prompt_source import PromptSource
 
 def most():
     # Bytes of memory that this process has ever had.

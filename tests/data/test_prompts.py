@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, prompts_of
+from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, parse_rows
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.data.visits import prompt_at
 from relax_hpc.training.models.tiny_model import make_tiny_model
@@ -147,9 +147,9 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, tokenizer):
 
 def test_rows_may_come_from_anywhere(tokenizer):
     rows = ((number, GOOD | {"id": number}) for number in range(1, 10**9))
-    first = list(islice(prompts_of(rows, tokenizer, PromptRules(8)), 3))
+    first = list(islice(parse_rows(rows, tokenizer, PromptRules(8)), 3))
     assert [one.prompt_id for one in first] == ["1", "2", "3"]
-    (unread,) = prompts_of([(1, GOOD)], None, PromptRules(1))
+    (unread,) = parse_rows([(1, GOOD)], None, PromptRules(1))
     assert (unread.text, unread.token_ids) == ("12?", ())
 
 

@@ -17,13 +17,13 @@ from relax_hpc.config import load
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
 from relax_hpc.data.examples import Example, rules_of
 from relax_hpc.data.prompt_file import PromptSets, open_prompts
-from relax_hpc.data.prompts import Prompt, PromptRules, prompt_of
+from relax_hpc.data.prompts import Prompt, PromptRules
 from relax_hpc.data.row_files import RowFiles
 from relax_hpc.data.rows import BadLine, read_rows, without_nulls
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.data.visits import CYCLE, Visits
 from relax_hpc.ops.checks.data import check_data
-from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.rollout.prompt_source import PromptSource
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.effort import effort
 from tests.helpers.media_prompts import png
@@ -54,9 +54,7 @@ def prompts(tokenizer: Tokenizer, *rows: Row, **data: Any) -> list[Prompt | BadL
     """What each row becomes with the model's template."""
     rules = PromptRules.from_config(DataConfig(**{"chat_template": "model", **data}), tokenizer)
     with rules.rendering():
-        return [
-            prompt_of(number, row, tokenizer, rules) for number, row in enumerate(rows, start=1)
-        ]
+        return [rules.parse_row(number, row, tokenizer) for number, row in enumerate(rows, start=1)]
 
 
 def examples(
@@ -67,7 +65,7 @@ def examples(
         load([], over | {f"data.{key}": value for key, value in data.items()}), tokenizer
     )
     with rules.rendering():
-        return [rules.read(number, row, tokenizer) for number, row in enumerate(rows, start=1)]
+        return [rules.parse_row(number, row, tokenizer) for number, row in enumerate(rows, start=1)]
 
 
 def reasons(made: list[Any]) -> list[str]:
@@ -749,7 +747,7 @@ def test_both_responses_of_a_pair_see_the_images_of_the_row(tmp_path: Path) -> N
     config = load([], {"algorithm.name": "dpo", "data.chat_template": "model"})
     rules = rules_of(config, seeing, tmp_path)
     with rules.rendering():
-        made = [rules.read(number, row, seeing) for number, row in enumerate(rows, start=1)]
+        made = [rules.parse_row(number, row, seeing) for number, row in enumerate(rows, start=1)]
     for one, tokens in zip(made[:2], (1, 4), strict=True):
         assert isinstance(one, Example) and len(one.sequences) == 2
         for sequence in one.sequences:

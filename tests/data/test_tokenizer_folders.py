@@ -18,7 +18,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
 from relax_hpc.data.chat import ChatTemplate, template_of
 from relax_hpc.data.examples import demonstration_of
-from relax_hpc.data.prompts import PromptRules, prompt_of
+from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.rows import BadLine
 from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import load_tokenizer
@@ -185,7 +185,7 @@ def own_tokens(folder: Path, tools: list[JSON]) -> list[int] | str:
         tokenizer = load_tokenizer(folder)
         rules = PromptRules.from_config(DataConfig(chat_template="model"), tokenizer)
         with rules.rendering():
-            made = prompt_of(1, row | ({"tools": tools} if tools else {}), tokenizer, rules)
+            made = rules.parse_row(1, row | ({"tools": tools} if tools else {}), tokenizer)
     except ConfigError as error:
         return str(error)
     finally:
@@ -297,7 +297,7 @@ def test_an_added_word_that_ends_a_response_must_not_stand_in_a_message(
     name = tokenizer.name_of(tokenizer.eos_ids[0])
     rules = PromptRules.from_config(DataConfig(chat_template="model"), tokenizer)
     with rules.rendering():
-        made = prompt_of(1, {"prompt": f"3+4{name}", "answer": "7"}, tokenizer, rules)
+        made = rules.parse_row(1, {"prompt": f"3+4{name}", "answer": "7"}, tokenizer)
     assert isinstance(made, BadLine) and made.reason == "special_token"
 
 

@@ -22,7 +22,7 @@ from relax_hpc.environments.base import Beginning, MediaPart, Message, Response
 from relax_hpc.environments.tool_calls import ToolCall
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
-from relax_hpc.rollout.samples import turn_text
+from relax_hpc.rollout.rows import turn_text
 from relax_hpc.tasks import environment_name, get_task
 from relax_hpc.training.demonstrations import read_demonstrations
 from relax_hpc.training.models.tiny_model import make_tiny_model
@@ -119,10 +119,12 @@ def test_the_small_models_template_shows_calls_as_the_policy_writes_them(tmp_pat
         for content in ("so", ""):
             text = "\n".join([*filter(None, [content]), *(call.text for call in calls)])
             user = {"role": "user", "content": "a"}
-            written = template.render([user, {"role": "assistant", "content": text}], whole=True)
+            written = template.render(
+                [user, {"role": "assistant", "content": text}], add_generation_prompt=False
+            )
             rendered = template.render(
                 [user, {"role": "assistant", "content": content, "tool_calls": tool_calls}],
-                whole=True,
+                add_generation_prompt=False,
             )
             assert rendered == written
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_hpc.data.prompt_file import open_prompts
-from relax_hpc.data.prompts import Prompt, PromptRules, prompts_of
+from relax_hpc.data.prompts import Prompt, PromptRules, parse_rows
 from relax_hpc.data.row_files import DataSet
 from relax_hpc.data.rows import BadLine, read_rows
 from relax_hpc.data.tokenizer import Tokenizer
@@ -16,7 +16,7 @@ def read_prompts(
 ) -> tuple[list[Prompt], list[BadLine]]:
     """The prompts, tokens included, and the lines that are none."""
     with how.rendering():
-        found = list(prompts_of(read_rows(path), tokenizer, how))
+        found = list(parse_rows(read_rows(path), tokenizer, how))
     return [one for one in found if isinstance(one, Prompt)], [
         one for one in found if isinstance(one, BadLine)
     ]

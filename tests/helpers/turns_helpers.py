@@ -36,7 +36,7 @@ from relax_hpc.rollout.engines.engine import (
 )
 from relax_hpc.rollout.episodes.player import EnvironmentBackend, Player
 from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
-from relax_hpc.rollout.episodes.turns import Start, TurnRules
+from relax_hpc.rollout.episodes.turns import EpisodeStart, TurnRules
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 ADDED = (
@@ -193,7 +193,7 @@ def player(
 
 def start(
     tokenizer: Tokenizer, ask: Any, text: str = "go", budget: int = 400, sample: int = 0
-) -> Start:
+) -> EpisodeStart:
     """An episode that begins with ``text`` as it stands."""
     prompt = Prompt(
         "p",
@@ -203,4 +203,6 @@ def start(
         {"k": 1},
     )
     sampling = Sampling(1.0, 1.0, tokenizer.eos_ids, 5)
-    return Start(prompt, GenerateRequest(prompt.token_ids, "0/p", sample, sampling, budget), ask)
+    return EpisodeStart(
+        prompt, GenerateRequest(prompt.token_ids, "0/p", sample, sampling, budget), ask
+    )

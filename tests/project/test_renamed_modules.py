@@ -61,3 +61,18 @@ def test_what_is_not_there_is_still_not_found() -> None:
     assert present_name("relax_hpc.config.load") == ""
     with pytest.raises(ModuleNotFoundError, match="nothing"):
         importlib.import_module("relax_hpc.multimodal.nothing")
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "present"),
+    [
+        ("data.prompts", "prompts_of", "parse_rows"),
+        ("data.multimodal.bad_media", "BadMedium", "UnusableMedium"),
+        ("queue.storage.media", "BadMedia", "MediaMismatch"),
+        ("rollout.episodes.turns", "Start", "EpisodeStart"),
+        ("rollout.rows", "PromptSource", "PromptSource"),
+    ],
+)
+def test_an_old_name_in_a_module_is_the_same_object(module: str, old: str, present: str) -> None:
+    found = importlib.import_module(f"relax_hpc.{module}")
+    assert getattr(found, old) is getattr(found, present)

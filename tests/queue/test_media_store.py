@@ -20,8 +20,8 @@ from relax_hpc.base.versions import Version
 from relax_hpc.queue.row_schema import BadRow
 from relax_hpc.queue.storage import media
 from relax_hpc.queue.storage.media import (
-    BadMedia,
     MediaError,
+    MediaMismatch,
     MediaStore,
     check_id,
     check_media,
@@ -123,7 +123,7 @@ def test_no_id_leads_out_of_the_store(store, media_id):
     for use in (store.read, lambda name: store.remove_unused([name])):
         with pytest.raises(MediaError, match="64 lower-case hex"):
             use(media_id)
-    with pytest.raises(BadMedia, match="64 lower-case hex"):
+    with pytest.raises(MediaMismatch, match="64 lower-case hex"):
         check_media(
             row_with([])
             | {"spans": [{"kind": "image", "start": 0, "length": 1, "media_id": media_id}]}
@@ -243,7 +243,7 @@ def test_a_placeholder_too_few_or_too_many_is_a_mismatch(at, placeholders):
 
 def test_rows_that_lost_their_spans_are_found():
     row = row_with([("audio", 2, 5)]) | {"spans": []}
-    with pytest.raises(BadMedia, match="spans cover 0 media tokens, the row has 5"):
+    with pytest.raises(MediaMismatch, match="spans cover 0 media tokens, the row has 5"):
         check_media(row, PADS)
 
 
@@ -252,25 +252,25 @@ def test_the_counts_of_whoever_prepared_the_prompt_must_agree():
     assert check_media(row | {"media_tokens": {ID: 8}}) == 8
     for wrong in ({ID: 7}, {ID: 8, "1" * 64: 1}, {}):
         with pytest.raises(
-            BadMedia, match=r"spans cover . tokens of .*, media_tokens has ."
+            MediaMismatch, match=r"spans cover . tokens of .*, media_tokens has ."
         ) as caught:
             check_media(row | {"media_tokens": wrong})
         assert caught.value.reason == "media_mismatch"
     with pytest.raises(
-        BadMedia, match="media_tokens: found 8, expected a number for each media id"
+        MediaMismatch, match="media_tokens: found 8, expected a number for each media id"
     ):
         check_media(row | {"media_tokens": 8})
 
 
 def test_sampled_tokens_are_no_media():
     with pytest.raises(
-        BadMedia, match="image span at 18 has 4 tokens, 2 of them are the placeholder 901"
+        MediaMismatch, match="image span at 18 has 4 tokens, 2 of them are the placeholder 901"
     ):
         check_media(row_with([("image", 18, 4)]))
 
 
 def test_overlapping_spans_are_refused():
-    with pytest.raises(BadMedia, match="image span at 4 overlaps"):
+    with pytest.raises(MediaMismatch, match="image span at 4 overlaps"):
         check_media(row_with([("image", 2, 5), ("image", 4, 5)]))
 
 
@@ -287,7 +287,7 @@ GOOD = {"kind": "image", "start": 2, "length": 3, "media_id": ID}
     ],
 )
 def test_malformed_spans_are_refused(span):
-    with pytest.raises(BadMedia) as caught:
+    with pytest.raises(MediaMismatch) as caught:
         check_media(row_with([("image", 2, 3)]) | {"spans": [GOOD | span]})
     assert caught.value.reason == "bad_span"
 
@@ -296,7 +296,7 @@ def test_malformed_spans_are_refused(span):
     "spans", [None, 7, "", {}, *([span] for span in (None, 7, "span", [], {"kind": "image"}))]
 )
 def test_what_is_no_span_is_refused(spans):
-    with pytest.raises(BadMedia) as caught:
+    with pytest.raises(MediaMismatch) as caught:
         check_media(row_with([]) | {"spans": spans})
     assert caught.value.reason == "bad_span"
 

@@ -42,7 +42,7 @@ class World:
             for number, beat in enumerate(beats)
         }
         self.presence.update(found, lambda owner: int(owner in self.over), self.now)
-        return {name: why for name, (why, _) in self.presence.absent.items()}
+        return {name: why for name, (why, _) in self.presence.awaited_groups.items()}
 
 
 def test_a_group_is_waited_for_until_it_beats_and_has_loaded() -> None:
@@ -87,7 +87,7 @@ def test_a_wait_outlasts_its_time_while_a_group_is_absent(
             assert not asked.done()
             # A look at the clock that stands; the deadline above ends it.
             time.sleep(0.01)
-        assert controller.service.presence.absent.keys() >= {"rollout"}
+        assert controller.service.presence.awaited_groups.keys() >= {"rollout"}
         others = [
             QueueClient(run, config, name, 1)
             for name in config.groups
@@ -97,7 +97,7 @@ def test_a_wait_outlasts_its_time_while_a_group_is_absent(
             DeadlineError, match=r"claim actor: nothing came for .*waits for rows of rollout"
         ):
             asked.result(20.0)
-        assert not controller.service.presence.absent
+        assert not controller.service.presence.awaited_groups
         for client in others:
             client.close()
 
@@ -149,7 +149,7 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(
         assert about["doing"] == "waiting for the actor to make room" and not about["loads"]
         assert about["busy_s"] < 60.0 and "loading_s" not in about
         until(
-            lambda: "rollout" not in controller.service.presence.absent,
+            lambda: "rollout" not in controller.service.presence.awaited_groups,
             20.0,
             "the rollout is there",
         )
@@ -159,7 +159,9 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(
             "it has waited until now"
         )
         until(
-            lambda: controller.service.presence.absent.get("rollout", [""])[0] == "is loading",
+            lambda: (
+                controller.service.presence.awaited_groups.get("rollout", [""])[0] == "is loading"
+            ),
             20.0,
             "the rollout loads",
         )

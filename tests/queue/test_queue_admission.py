@@ -72,7 +72,7 @@ class Small:
                 ticket,
                 group.owner and (names.index(group.owner[0]), group.owner[1]),
                 tuple(sorted(group.versions)),
-                (state.tasks["actor"].statuses[ticket], group.last, group.position),
+                (state.tasks["actor"].statuses[ticket], group.last_step, group.position),
             )
             for ticket, group in sorted(state.groups.items())
         )
@@ -121,7 +121,7 @@ class Small:
             again = [
                 t
                 for t in state.tickets.reissued.lowest(9)
-                if admission._in_time(state, engine.serving, [t])
+                if admission._still_trainable(state, engine.serving, [t])
             ]
             step = self.plan.step_of(min([state.tickets.next, *again]))
             lags = state.progress.trained_steps - engine.serving.number > self.plan.publish_lag

@@ -24,7 +24,7 @@ from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.row_ids import row_id
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage import media
-from relax_hpc.queue.storage.media import BadMedia, MediaStore, check_media, hash_content
+from relax_hpc.queue.storage.media import MediaMismatch, MediaStore, check_media, hash_content
 from tests.helpers.queue_helpers import (
     BUDGET,
     GIVES,
@@ -310,7 +310,7 @@ def test_sizes_are_bounded_and_the_line_says_how(tmp_path):
             "a medium of 0 bytes, allowed 1 or more": [b""],
         }
         for text, media in wrong.items():
-            with pytest.raises(BadMedia, match=f"ticket 0: {text}") as caught:
+            with pytest.raises(MediaMismatch, match=f"ticket 0: {text}") as caught:
                 store_media(roles["rollout"], 0, media)
             assert caught.value.reason in (TOO_LARGE, "bad_media")
         many = [bytes([n % 256, n // 256]) for n in range(MAX_MEDIA + 1)]

@@ -23,7 +23,7 @@ from relax_hpc.rollout.agents.rendering import Renderer
 from relax_hpc.rollout.agents.session import AgentSession
 from relax_hpc.rollout.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.episodes.history import History, OpenRow
-from relax_hpc.rollout.episodes.turns import Start
+from relax_hpc.rollout.episodes.turns import EpisodeStart
 
 Body = dict[str, Any]
 COMPLETIONS = "/v1/chat/completions"
@@ -155,10 +155,10 @@ class ToldEngine:
         draft.ended = Generation(list(draft.token_ids), list(draft.logprobs), versions, "stop")
         return draft.ended
 
-    def start(self) -> Start:
+    def start(self) -> EpisodeStart:
         """Start of an episode that it is asked in."""
         request = GenerateRequest((1, 2, 3), "7/p", 0, Sampling(1.0, 1.0, (), 0), 2000)
-        return Start(Prompt("p", (1, 2, 3), "2+2?", "4", {"level": 3}), request, self.once)
+        return EpisodeStart(Prompt("p", (1, 2, 3), "2+2?", "4", {"level": 3}), request, self.once)
 
 
 @pytest.fixture(scope="module", name="chats")

@@ -18,7 +18,7 @@ from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.observed_media import ObservedMedia
 from relax_hpc.rollout.episodes.player import EnvironmentBackend, Player
 from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
-from relax_hpc.rollout.episodes.turns import Start, TurnRules
+from relax_hpc.rollout.episodes.turns import EpisodeStart, TurnRules
 from relax_hpc.rollout.media import PromptMedia
 from tests.helpers.media_engine import SAMPLING, MediaEngine, film
 from tests.helpers.media_prompts import png
@@ -76,7 +76,7 @@ def shown(
         try:
             player = Player(stage, 1, 60.0, lambda fault: None)
             return await player.play(
-                History(), Start(prompt, request, seeing.engine.generate, ticket=7)
+                History(), EpisodeStart(prompt, request, seeing.engine.generate, ticket=7)
             )
         finally:
             await media.close()

@@ -123,13 +123,13 @@ def test_bounds_of_an_episode_are_kept_and_endless_requests_end_it(chats: Chats)
             await ask(session, [USER])
         assert {row.length for row in rows(session)} == {5}
         assert code((await session.reply(COMPLETIONS, body, 0)).body) == "max_turns"
-        assert session._bounds.reached == "max_turns" and not session.over.is_set()
+        assert session._bounds.reached == "max_turns" and not session.has_ended.is_set()
         for _ in range(100):
             await session.reply("/v1/embeddings", b"{}", 0)
-        assert not session.over.is_set(), "what there is not may be asked for"
+        assert not session.has_ended.is_set(), "what there is not may be asked for"
         for _ in range(31):
             await session.reply(COMPLETIONS, b"{}", 0)
-        assert session.over.is_set()
+        assert session.has_ended.is_set()
         session = session_of(chats, talks, sampled_tokens=7)
         await ask(session, [USER], max_tokens=4)
         await ask(session, [USER])
@@ -148,7 +148,7 @@ def test_refused_requests_between_answers_do_not_add_up(chats: Chats) -> None:
             for _ in range(31):
                 await session.reply(COMPLETIONS, b"{}", 0)
             await ask(session, [USER])
-        assert not session.over.is_set() and session.refused.total() == 124
+        assert not session.has_ended.is_set() and session.refused.total() == 124
 
     asyncio.run(play())
 
@@ -255,7 +255,7 @@ def test_an_answer_that_no_message_can_hold_ends_its_episode_by_name(
         request = {"input" if path == "/v1/responses" else "messages": [USER], "stream": True}
         session = session_of(chats, scripted(chats, "fine " * 300))
         reply = await session.reply(path, json.dumps(request).encode(), 0)
-        assert reply.status == 500 and b"no_answer" in reply.body and session.over.is_set()
+        assert reply.status == 500 and b"no_answer" in reply.body and session.has_ended.is_set()
         assert f"bytes by {path}, allowed: 1000; lower rollout.max_new_tokens" in str(session.error)
 
     asyncio.run(play())
@@ -328,7 +328,7 @@ def test_whatever_a_program_sends_its_episode_goes_on(
         for request in (body, whole):
             reply = await session.reply(path, json.dumps(request).encode(), 0)
             assert reply.status in (200, 400, 404), reply
-        assert session.error is None and not session.over.is_set()
+        assert session.error is None and not session.has_ended.is_set()
 
     asyncio.run(play())
 

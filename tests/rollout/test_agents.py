@@ -24,7 +24,7 @@ from relax_hpc.rollout.agents.agents import Agents
 from relax_hpc.rollout.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.player import Player
-from relax_hpc.rollout.samples import reward_input
+from relax_hpc.rollout.rows import reward_input
 from tests.rollout.agent_helpers import (  # noqa: F401
     TOOLS,
     Chats,

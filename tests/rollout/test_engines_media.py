@@ -24,7 +24,7 @@ from relax_hpc.data.media import PromptMedium  # noqa: E402
 from relax_hpc.data.multimodal.medium import Kind  # noqa: E402
 from relax_hpc.queue.storage.media import check_media, read_placeholders  # noqa: E402
 from relax_hpc.rollout.engines.engine import BadAnswer, Draft, Episode  # noqa: E402
-from relax_hpc.rollout.samples import rows_of  # noqa: E402
+from relax_hpc.rollout.rows import rows_of  # noqa: E402
 from relax_hpc.training.models.families import spec_from_config  # noqa: E402
 from relax_hpc.training.models.hf_files import read_config  # noqa: E402
 from relax_hpc.training.models.stored_pieces import split_into_pieces  # noqa: E402

@@ -34,7 +34,7 @@ from relax_hpc.rollout.engines.engine import (
 )
 from relax_hpc.rollout.episodes.play import play
 from relax_hpc.rollout.outcomes import Failure, generated_metrics
-from relax_hpc.rollout.samples import group_rows, mask_older_tokens, reward_input
+from relax_hpc.rollout.rows import group_rows, mask_older_tokens, reward_input
 from relax_hpc.tasks import Task
 from tests.helpers.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.requirements import requires

@@ -28,7 +28,7 @@ from relax_hpc.data.prompts import Prompt
 from relax_hpc.ops.checks.settings import check
 from relax_hpc.roles.advantages import shuffled
 from relax_hpc.rollout.engines.engine import Episode, EpisodeRow, FinishReason, Generation
-from relax_hpc.rollout.samples import group_rows
+from relax_hpc.rollout.rows import group_rows
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -25,7 +25,7 @@ from relax_hpc.rollout.attempt import Attempt, read_logged_episode
 from relax_hpc.rollout.engines.engine import Draft, Generation
 from relax_hpc.rollout.group_rewards import GroupRewards
 from relax_hpc.rollout.outcomes import Failure
-from relax_hpc.rollout.samples import rows_of as rows_of_answers
+from relax_hpc.rollout.rows import rows_of as rows_of_answers
 from relax_hpc.training.models.batches import collate_parts
 from relax_hpc.training.models.packs import PackSplit
 from relax_hpc.training.models.replay import Routes

@@ -27,11 +27,12 @@ from relax_hpc.rollout.agents.gateway.serving import gateway
 from relax_hpc.rollout.engines.engine import BadAnswer, Episode, Sampling
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.player import make_player
-from relax_hpc.rollout.episodes.turns import Start
+from relax_hpc.rollout.episodes.turns import EpisodeStart
 from relax_hpc.rollout.media import PromptMedia
+from relax_hpc.rollout.prompt_source import PromptSource
+from relax_hpc.rollout.rows import requests_for, rows_of
 from relax_hpc.rollout.sample_keeper import SampleKeeper
 from relax_hpc.rollout.sample_log import SampleLog, read_samples
-from relax_hpc.rollout.samples import PromptSource, requests_for, rows_of
 from relax_hpc.tasks.files import open_evals, open_train
 from relax_hpc.training.models.tiny_model import write_tokenizer
 from tests.helpers.media_prompts import png, seeing_model
@@ -108,7 +109,8 @@ async def keep(run: RunDir, config: Config, evaluates: bool = False) -> None:
     async def play(prompt: Prompt, ticket: int) -> list[Episode | BadAnswer]:
         requests = requests_for(prompt, ticket, 2, sampling, config.rollout.max_new_tokens)
         return [
-            await player.play(History(), Start(prompt, one, Drawing(tokenizer))) for one in requests
+            await player.play(History(), EpisodeStart(prompt, one, Drawing(tokenizer)))
+            for one in requests
         ]
 
     try:

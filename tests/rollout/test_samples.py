@@ -22,7 +22,7 @@ from relax_hpc.rollout import group_rewards
 from relax_hpc.rollout.engines.engine import Generation
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure
-from relax_hpc.rollout.samples import group_rows
+from relax_hpc.rollout.rows import group_rows
 
 PROMPT = Prompt("p", (5, 6, 7), "2?", "2", {})
 

@@ -15,7 +15,7 @@ from relax_hpc.environments.base import Environment, Observation, Response, Step
 from relax_hpc.rewards.environment_reward import environment
 from relax_hpc.rollout.engines.engine import Episode
 from relax_hpc.rollout.episodes.history import History
-from relax_hpc.rollout.samples import reward_input
+from relax_hpc.rollout.rows import reward_input
 from tests.helpers.turns_helpers import TEMPLATE, Drawing, player, start
 from tests.rollout.test_turns import BUDGET, PROMPT, TOKENIZER, Contexts, spelled
 

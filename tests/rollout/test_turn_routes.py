@@ -15,7 +15,7 @@ from relax_hpc.base.routes import NAME, RouteShape
 from relax_hpc.rollout.attempt import Attempt, read_logged_episode
 from relax_hpc.rollout.engines.engine import Episode, GenerateRequest, Generation
 from relax_hpc.rollout.engines.sglang.stream import StreamedResponse
-from relax_hpc.rollout.samples import group_rows
+from relax_hpc.rollout.rows import group_rows
 from tests.helpers.routes_helpers import declared_fixture  # noqa: F401
 from tests.helpers.turns_helpers import Drawing, player, start
 from tests.rollout.test_turns import (

@@ -38,7 +38,7 @@ from relax_hpc.rollout.episodes.play import EngineRetry
 from relax_hpc.rollout.episodes.player import EnvironmentBackend, Player
 from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
 from relax_hpc.rollout.episodes.turns import TurnRules
-from relax_hpc.rollout.samples import group_rows, reward_input
+from relax_hpc.rollout.rows import group_rows, reward_input
 from tests.effort import effort
 from tests.helpers.turns_helpers import (
     Drawing,

@@ -29,7 +29,7 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.config import Config, load
 from relax_hpc.config.schema import ParallelConfig
-from relax_hpc.data.prompts import Prompt, PromptRules, prompts_of
+from relax_hpc.data.prompts import Prompt, PromptRules, parse_rows
 from relax_hpc.data.rows import read_rows
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.data.visits import prompt_at
@@ -42,7 +42,7 @@ from relax_hpc.roles.prepare import prepare
 from relax_hpc.rollout.engines import make_engine
 from relax_hpc.rollout.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.filters import get_filter
-from relax_hpc.rollout.samples import reward_input
+from relax_hpc.rollout.rows import reward_input
 from relax_hpc.tasks import train_reward
 from relax_hpc.training import parallel
 from relax_hpc.training.model import PolicyModel
@@ -136,7 +136,7 @@ class Loop:
         self.config = config
         self.tokenizer = load_tokenizer(run.model)
         train, data = Path(config.data.train or run.data / "train.jsonl"), config.data
-        rows = prompts_of(
+        rows = parse_rows(
             read_rows(train), self.tokenizer, PromptRules.from_config(data, self.tokenizer)
         )
         self.prompts = [row for row in rows if isinstance(row, Prompt)]

@@ -30,7 +30,7 @@ from relax_hpc.examples.tasks.sort_digits import SortDigitPairs
 from relax_hpc.ops.checks.settings import check
 from relax_hpc.queue.plan import Plan
 from relax_hpc.roles.data import rows_of
-from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.rollout.prompt_source import PromptSource
 from relax_hpc.tasks.files import open_train
 from relax_hpc.training import parallel
 from relax_hpc.training.model import PolicyModel

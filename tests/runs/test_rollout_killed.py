@@ -28,7 +28,7 @@ from relax_hpc.queue.storage.record_file import read
 from relax_hpc.queue.storage.shard import ShardError
 from relax_hpc.rollout.attempt import Attempt
 from relax_hpc.rollout.engines.engine import Generation
-from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.rollout.prompt_source import PromptSource
 from relax_hpc.tasks.files import open_train
 from tests.helpers.queue_helpers import in_thread, make_run
 from tests.requirements import requires

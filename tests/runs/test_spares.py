@@ -22,7 +22,7 @@ from relax_hpc.queue.controller.server import Controller
 from relax_hpc.rollout import segment_log
 from relax_hpc.rollout.attempt import Attempt
 from relax_hpc.rollout.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
-from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.rollout.prompt_source import PromptSource
 from relax_hpc.rollout.spares import has_spare
 from relax_hpc.tasks.files import open_train
 from tests.helpers.audit import audit

@@ -18,7 +18,7 @@ from relax_hpc.algorithms import Sft
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.routes import NAME
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
-from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.bad_media import UnusableMedium
 from relax_hpc.data.multimodal.features import patches, raw_features
 from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.queue.row_schema import Row
@@ -251,7 +251,7 @@ def test_rows_of_text_alone_leave_a_tower_without_gradient(directory: Path):
 )
 def test_spans_that_media_do_not_fit_are_refused(length: int, says: str):
     spans = [{"kind": "image", "start": 3, "length": length, "media_id": "wide"}]
-    with pytest.raises(BadMedium, match=says):
+    with pytest.raises(UnusableMedium, match=says):
         collate([ROWS[2] | {"spans": spans}], 0, DEVICE, media=ROW_MEDIA)
     with pytest.raises(ValueError, match="no media were given"):
         collate([ROWS[0]], 0, DEVICE)

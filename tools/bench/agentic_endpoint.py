@@ -35,7 +35,7 @@ from relax_hpc.rollout.agents.rendering import Renderer
 from relax_hpc.rollout.agents.session import AgentSession
 from relax_hpc.rollout.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.episodes.history import History
-from relax_hpc.rollout.episodes.turns import Start
+from relax_hpc.rollout.episodes.turns import EpisodeStart
 from relax_hpc.training.models.tiny_tokenizer import CHARACTERS, write_tokenizer
 
 COMPLETIONS = "/v1/chat/completions"
@@ -95,7 +95,7 @@ def session_of(tokenizer: Tokenizer, template: ChatTemplate, talk: Talk) -> Agen
             draft.token_ids, draft.logprobs, np.array(draft.token_versions, np.int32), "stop"
         )
 
-    start = Start(
+    start = EpisodeStart(
         Prompt("p", (1,), "", ""),
         GenerateRequest((1,), "p", 0, Sampling(1.0, 1.0, (), 0), ROOM),
         ask,

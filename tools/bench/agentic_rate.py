@@ -29,7 +29,7 @@ from relax_hpc.rollout.engines.engine import GenerateRequest, Generation, Sampli
 from relax_hpc.rollout.engines.sglang.engine import SglangEngine
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.player import Player, make_player
-from relax_hpc.rollout.episodes.turns import Start
+from relax_hpc.rollout.episodes.turns import EpisodeStart
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.training.models.tiny_tokenizer import CHARACTERS
 
@@ -149,7 +149,7 @@ async def played(
         request = GenerateRequest(
             prompt.token_ids, prompt.prompt_id, 0, Sampling(1.0, 1.0, (), 0), _BUDGET
         )
-        made = await player.play(History(), Start(prompt, request, ask))
+        made = await player.play(History(), EpisodeStart(prompt, request, ask))
         if isinstance(made, Exception):
             raise made
         return turns

@@ -34,7 +34,8 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.rollout.engines.engine import Sampling
 from relax_hpc.rollout.engines.simulated_engine import SimulatedEngine
-from relax_hpc.rollout.samples import PromptSource, requests_for
+from relax_hpc.rollout.prompt_source import PromptSource
+from relax_hpc.rollout.rows import requests_for
 from relax_hpc.tasks.files import open_train
 
 sys.path.insert(0, str(Path(__file__).parent))

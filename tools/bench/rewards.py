@@ -26,7 +26,7 @@ from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rewards.placement import Rewards, make_rewards
-from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.rollout.prompt_source import PromptSource
 from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
 
 SAMPLES = [RewardInput("4312?" * 10, "1234", "1243 " * 20, "stop", {"level": 3})] * 8

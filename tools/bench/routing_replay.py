@@ -269,7 +269,7 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
     from relax_hpc.queue.plan import UNSCORED
     from relax_hpc.queue.storage.shard import pack, unpack
     from relax_hpc.rollout.engines.sglang.stream import StreamedResponse
-    from relax_hpc.rollout.samples import bad_routes, rows_of
+    from relax_hpc.rollout.rows import bad_routes, rows_of
     from relax_hpc.training.models.batches import collate
     from relax_hpc.training.route_agreement import RouteAgreement
     from relax_hpc.training.trainer import Trainer
@@ -309,7 +309,7 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
 @contextmanager
 def own_time(on: bool) -> Iterator[list[float]]:
     """CPU seconds that are spent on routes while the body runs, in a list of one."""
-    from relax_hpc.rollout import samples
+    from relax_hpc.rollout import rows
     from relax_hpc.rollout.engines.sglang import stream
     from relax_hpc.training import route_agreement
     from relax_hpc.training.model import PolicyModel
@@ -341,7 +341,7 @@ def own_time(on: bool) -> Iterator[list[float]]:
     places = [
         (stream.ReceivedRoutes, "add"),
         (stream.StreamedResponse, "_all_routes"),
-        (samples, "_extras"),
+        (rows, "_extras"),
         (RouteShape, "fault"),
     ]
     places += [

@@ -119,7 +119,7 @@ class DetachedGroups:
         reason = self._unfit_reason(name)
         if reason:
             supervisor.table.unfit[name] = reason
-        supervisor.bring_back(name, reason or "its separate job was retired")
+        supervisor.restart_group(name, reason or "its separate job was retired")
 
     # -- at the end of the job ---------------------------------------------------------------------
 

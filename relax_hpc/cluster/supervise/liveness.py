@@ -158,7 +158,7 @@ class Liveness:
                 ]
                 evidence = Evidence(
                     beats=beats,
-                    known_s=now - first,
+                    supervised_s=now - first,
                     patience_s=self._patience_s(group),
                     load_s=self._load_s,
                 )

@@ -129,8 +129,10 @@ class GroupStarts:
             else:
                 self.hand_over(name, reason)
         except (Unavailable, OSError) as error:
-            passes = isinstance(error, NoDiskSpace) or is_temporary(error)
-            if not passes and (now - since > _OUTAGE_S or not getattr(error, "is_temporary", True)):
+            is_temporary_error = isinstance(error, NoDiskSpace) or is_temporary(error)
+            if not is_temporary_error and (
+                now - since > _OUTAGE_S or not getattr(error, "is_temporary", True)
+            ):
                 raise
             self.retries[name] = (reason, since, time.monotonic() + _AGAIN_S)
             self.say(f"{name}: cannot be restarted yet, retry in {_AGAIN_S:.0f} s: {error}")

@@ -83,7 +83,7 @@ class Supervisor:
         self.run, self.config, self.name, self.launcher = run, config, name, launcher
         self.terminal = terminal
         self.table = GroupTable(run, config, names)
-        self.elastic = config.layout == "local"
+        self.starts_members = config.layout == "local"
         """Whether this supervisor starts and ends further members of groups. Otherwise each of
         them has a separate job."""
         self.interrupted = 0
@@ -278,7 +278,7 @@ class Supervisor:
                     self.handle_end(name, member)
         dead_roles = self.hub_liveness.poll(self.table.supervised, self.table.done)
         for name, role, incarnation, reason in dead_roles:
-            self.handle_hang(name, role, incarnation, reason)
+            self.handle_dead_role(name, role, incarnation, reason)
         for name, incarnation in self.hub_liveness.silent:
             self.on_silence(name, incarnation)
 
@@ -326,7 +326,8 @@ class Supervisor:
             # The other supervisors stop their groups too. This one stops in its next round.
             return
         # The user sees the message first, because Slurm may take seconds to answer.
-        judgement = verdict(replace(evidence, ends=self.launcher(name).is_ending), limits)
+        evidence = replace(evidence, is_allocation_ending=self.launcher(name).is_ending)
+        judgement = verdict(evidence, limits)
         if judgement.fate is Fate.LEAVES:
             # The allocation ends, or the actor has stopped because of the time limit.
             self.interrupt()
@@ -356,9 +357,9 @@ class Supervisor:
         output = self.table.supervised[name].last_output(member)
         return f"ended with code {code} and without a mark: {output}"
 
-    def handle_hang(self, name: str, role: str, incarnation: int, reason: str) -> None:
-        """Handle a role that runs but does not work: its group is dead, unless a newer incarnation
-        has started."""
+    def handle_dead_role(self, name: str, role: str, incarnation: int, reason: str) -> None:
+        """Handle a role that hangs or is silent, or a hub that does not answer: its group is dead,
+        unless a newer incarnation has started."""
         group = self.table.supervised.get(name)
         if not role and group is None and "hub" in self.table.supervised:
             # The group's own supervisor may be dead too. Other groups take over its work at least.
@@ -382,7 +383,13 @@ class Supervisor:
 
     def handle_failure(self, name: str, reason: str) -> None:
         """End the remaining processes of a group, report it to the queue, and restart the group
-        according to its policy."""
+        according to its policy.
+
+        `remove_group` sends `down` to the queue. There queue/controller/state/members.py:
+        _end_incarnations releases the leases and tickets of the group, drops rows that are only in
+        its memory, and ends its readers of weights. `Failures.check_failure` may end the run.
+        Otherwise `GroupStarts.bring_back` restarts the group.
+        """
         self.check_fenced()
         self.remove_group(name)
         # If the records cannot be read, the next failure of the group is checked again.
@@ -392,7 +399,7 @@ class Supervisor:
             self.terminal.say(f"{name}: not started again, the run continues without it: {error}")
             self.drop_group(name)
         else:
-            self.bring_back(name, reason)
+            self.restart_group(name, reason)
 
     def _read_start_error(self, name: str) -> str:
         """Error that prevents every start of a further member of a group. Empty for groups of the
@@ -405,14 +412,14 @@ class Supervisor:
 
     def drop_group(self, name: str) -> None:
         """Remove a group that will not be started again."""
-        if self.elastic:
+        if self.starts_members:
             self.table.names = [member for member in self.table.names if member != name]
         else:
             self.launcher(name).hand_over(name, RELEASED)
             self.table.detached[name] = ""
             self.table.released.add(name)
 
-    def bring_back(self, name: str, reason: str) -> None:
+    def restart_group(self, name: str, reason: str) -> None:
         """Restart a group; see `GroupStarts.bring_back`."""
         self.before_wait()
         self.starts.bring_back(name, reason)
@@ -421,7 +428,7 @@ class Supervisor:
         """Restart groups whose next attempt is due."""
         for name, reason in self.starts.due_retries():
             self.check_fenced()
-            self.bring_back(name, reason)
+            self.restart_group(name, reason)
 
     def remove_group(self, name: str) -> None:
         """End the remaining processes of a group. The queue gives its work to other groups."""
@@ -451,7 +458,7 @@ class Supervisor:
         return (
             name in self.table.supervised
             or name in self.starts.retries
-            or (self.elastic and bool(base_name(name, self.config.groups)))
+            or (self.starts_members and bool(base_name(name, self.config.groups)))
         )
 
     def _serve(self, request: GroupRequest) -> None:

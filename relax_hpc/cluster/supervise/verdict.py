@@ -95,7 +95,7 @@ class Evidence:
     has_progress: Callable[[], bool] = lambda: True
     """Whether the run has trained a step, or this role has worked in it. It is called only if the
     role ended by a programming error."""
-    ends: Callable[[], bool] = lambda: False
+    is_allocation_ending: Callable[[], bool] = lambda: False
     """Whether Slurm ends the allocation around it. It is called only if a process has ended."""
     job: str | None = None
     """State of the group's separate job, or GONE."""
@@ -105,7 +105,7 @@ class Evidence:
     """Newest heartbeat of each member that has sent one."""
     has_other_supervisor: bool = False
     """Whether it is a group under another supervisor."""
-    known_s: float = 0.0
+    supervised_s: float = 0.0
     """Seconds for which it has been supervised."""
     patience_s: float = 0.0
     """Seconds until its first heartbeat, at most."""
@@ -145,7 +145,7 @@ def _by_end(evidence: Evidence, _: LivenessConfig) -> Verdict | None:
         return Verdict(Fate.HOPELESS, reason, mark["code"])
     if mark.get("is_programming_error") is True and not evidence.has_progress():
         return Verdict(Fate.HOPELESS, reason, EXIT_CONFIG)
-    return Verdict(Fate.LEAVES if evidence.ends() else Fate.DEAD, reason)
+    return Verdict(Fate.LEAVES if evidence.is_allocation_ending() else Fate.DEAD, reason)
 
 
 def _by_job(evidence: Evidence, limits: LivenessConfig) -> Verdict | None:
@@ -178,7 +178,7 @@ def _by_beats(evidence: Evidence, limits: LivenessConfig) -> Verdict | None:
     if evidence.beats is None:
         return None
     if not evidence.beats:
-        if evidence.known_s <= evidence.patience_s:
+        if evidence.supervised_s <= evidence.patience_s:
             return None
         text = f"has sent no heartbeat within {evidence.patience_s:.0f} s after its start"
         return Verdict(Fate.DEAD, text)

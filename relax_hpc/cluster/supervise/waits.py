@@ -24,12 +24,12 @@ _LONGEST = 120
 
 def find_waits(
     config: Config,
-    lacking: Mapping[str, Mapping[str, Any]],
+    awaited_groups: Mapping[str, Mapping[str, Any]],
     groups: Mapping[str, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """All groups that other groups wait for, the longest wait first; JSON values.
 
-    ``lacking``: see `GroupPresence.report`; ``groups``: see `group_status`.
+    ``awaited_groups``: see `GroupPresence.report`; ``groups``: see `group_status`.
     `spent`: hours of a `unit`
     (GPU, node, process) that the running groups have held without work during the wait.
     """
@@ -41,7 +41,7 @@ def find_waits(
     times_left = [group["time_left_s"] for group in running.values()]
     job_s = min((seconds for seconds in times_left if seconds is not None), default=math.inf)
     waits = []
-    for name, wait in sorted(lacking.items(), key=lambda item: -item[1]["since_s"]):
+    for name, wait in sorted(awaited_groups.items(), key=lambda item: -item[1]["since_s"]):
         since_s, group = wait["since_s"], groups.get(name, {"state": "", "reason": ""})
         # A new controller has not received the heartbeats of running groups yet.
         is_new = since_s < _BEATS * config.liveness.beat_s

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.medium import Header, Kind, Medium
 from relax_hpc.data.multimodal.rules import Rules
@@ -17,8 +17,8 @@ from relax_hpc.data.multimodal.source import Source, open_source, path_of
 def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header:
     """Header of a sound. The sound is decoded unless the file's header has the number of samples.
 
-    BadMedium: it is not a sound, is damaged, exceeds a limit, or has a format that is not read.
-    """
+    UnusableMedium: it is not a sound, is damaged, exceeds a limit, or has a format that is not
+    read."""
     limits = limits or Limits()
     with open_source(source, Kind.AUDIO, limits) as file, path_of(file) as path:
         samples, rate = sound_length(path, limits)
@@ -26,7 +26,7 @@ def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header
 
 
 def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
-    """A sound in its stored form. BadMedium: see `header`; or a sample is NaN or infinity."""
+    """A sound in its stored form. UnusableMedium: see `header`; or a sample is NaN or infinity."""
     limits = limits or Limits()
     with open_source(source, Kind.AUDIO, limits) as file, path_of(file) as path:
         sound = read_sound(path, limits)
@@ -34,7 +34,7 @@ def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
     _checked_length(resampled_length(len(samples), sound.rate, rules.rate), rules)
     not_finite = np.count_nonzero(~np.isfinite(samples))
     if not_finite:
-        raise BadMedium(Reason.NOT_FINITE, f"{not_finite} of {len(samples)} samples")
+        raise UnusableMedium(Reason.NOT_FINITE, f"{not_finite} of {len(samples)} samples")
     samples = resampled(samples, sound.rate, rules.rate)
     return Medium(Kind.AUDIO, samples, rules.audio_header(len(samples)).grid)
 
@@ -63,10 +63,10 @@ def resampled(samples: np.ndarray, rate: int, model_rate: int) -> np.ndarray:
 
 
 def _checked_length(samples: int, rules: Rules) -> int:
-    """``samples``, the number of samples of a sound. BadMedium: too few for a spectrum."""
+    """``samples``, the number of samples of a sound. UnusableMedium: too few for a spectrum."""
     if not samples:
-        raise BadMedium(Reason.EMPTY, "no samples")
+        raise UnusableMedium(Reason.EMPTY, "no samples")
     if samples <= rules.window // 2:
         detail = f"{samples} samples, at least {rules.window // 2 + 1} at {rules.rate} a second"
-        raise BadMedium(Reason.SHORT, detail)
+        raise UnusableMedium(Reason.SHORT, detail)
     return samples

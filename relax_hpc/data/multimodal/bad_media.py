@@ -1,7 +1,10 @@
 """Reasons why a medium cannot be used.
 
-A row with such a medium is counted under the reason. If the medium is found bad during rollout, the
-prompt group fails and another prompt takes its ticket.
+When the prompt file is indexed, a row with such a medium is left out and counted under the reason.
+If more than the share `data.max_bad_share` of the rows is bad, the run does not start. During
+rollout, the prompt group fails with this reason, and another prompt takes its ticket. If more than
+the share `rollout.max_failed_share` of the last groups fails (`Outcomes.check_share`), the run ends
+with exit code 93.
 """
 
 from __future__ import annotations
@@ -53,9 +56,12 @@ class Reason(StrEnum):
     """Spans or placeholders that do not fit the media."""
 
 
-class BadMedium(Exception):
+class UnusableMedium(Exception):
     """A medium that cannot be used."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
+
+
+BadMedium = UnusableMedium  # Name in release 0.1.

@@ -31,11 +31,11 @@ class BlockingMediaPool:
         weakref.finalize(self, _end_pool, self._pool, self._loop).atexit = False
 
     def header(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Header:
-        """Header of a medium. BadMedium: it cannot be used."""
+        """Header of a medium. UnusableMedium: it cannot be used."""
         return self._await_result(self._pool.header(kind, source, options))
 
     def load(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Loaded:
-        """A medium. BadMedium: it cannot be used."""
+        """A medium. UnusableMedium: it cannot be used."""
         return self._await_result(self._pool.load(kind, source, options))
 
     def close(self) -> None:

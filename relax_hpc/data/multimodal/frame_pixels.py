@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 
 if TYPE_CHECKING:
     from av import VideoFrame
@@ -39,7 +39,8 @@ class Turn:
 
 
 def turn_of(frame: VideoFrame) -> Turn:
-    """The turn by a frame's display matrix. BadMedium: its angle is not a multiple of 90 degrees.
+    """The turn by a frame's display matrix. UnusableMedium: its angle is not a multiple of 90
+    degrees.
 
     The matrix [a b u; c d v; x y w] of libavutil/display.h shows the pixel (x, y) at (a x + c y, b
     x + d y).
@@ -52,7 +53,7 @@ def turn_of(frame: VideoFrame) -> Turn:
     swap = abs(b) + abs(c) > abs(a) + abs(d)
     small = max(abs(a), abs(d)) if swap else max(abs(b), abs(c))
     if small > _MAX_SKEW * scale:
-        raise BadMedium(
+        raise UnusableMedium(
             Reason.UNSUPPORTED, "a display matrix that turns by no multiple of 90 degrees"
         )
     if swap:

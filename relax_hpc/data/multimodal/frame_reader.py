@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.frame_pixels import RgbConverter, turn_of
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.sizes import Size
@@ -73,7 +73,7 @@ class Video:
     def frames(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         """Frames of these ascending ``numbers``, each uint8 [height, width, 3].
 
-        BadMedium: a frame cannot be decoded.
+        UnusableMedium: a frame cannot be decoded.
         """
         if self.is_intra:
             # Only the packets of these frames are decoded: for Motion JPEG 5 times as fast as
@@ -92,7 +92,7 @@ class Video:
 def read_video(path: str, limits: Limits) -> Video:
     """The video at ``path``. Its packets are read, and its first frame is decoded.
 
-    BadMedium: it has no video, is damaged, exceeds a limit, or has a format that is not read.
+    UnusableMedium: it has no video, is damaged, exceeds a limit, or has a format that is not read.
     """
     with open_container(path) as container:
         stream = video_stream(container)
@@ -100,14 +100,16 @@ def read_video(path: str, limits: Limits) -> Video:
         scan = _Scan(container, stream, limits)
         first = next(_decode_video(container, scan.packets), None)
         if first is None:
-            raise BadMedium(Reason.CORRUPTED, "no frame can be decoded")
+            raise UnusableMedium(Reason.CORRUPTED, "no frame can be decoded")
         pixels = RgbConverter().convert(first)
         _check_pixels(pixels.shape[:2], limits)
         scan.finish()
         times = scan.shown_times() or _decoded_times(path, limits)
         fps = _mean_fps(stream, times)
         if len(times) / fps > limits.seconds:
-            raise BadMedium(Reason.SECONDS, f"{len(times) / fps:.0f} s, allowed {limits.seconds:g}")
+            raise UnusableMedium(
+                Reason.SECONDS, f"{len(times) / fps:.0f} s, allowed {limits.seconds:g}"
+            )
         keys = scan.decord_keys() if turn_of(first).is_rotation else ()
         return Video(path, fps, pixels, times, scan.is_intra, keys)
 
@@ -246,7 +248,7 @@ def _intra_frames(video: Video, numbers: Sequence[int]) -> Iterator[np.ndarray]:
             count += 1
             yield converter.convert(frame)
     if count < len(numbers):
-        raise BadMedium(Reason.TRUNCATED, f"{count} frames in {len(numbers)} packets")
+        raise UnusableMedium(Reason.TRUNCATED, f"{count} frames in {len(numbers)} packets")
 
 
 def _sequential_frames(video: Video, numbers: Sequence[int]) -> Iterator[np.ndarray]:
@@ -259,7 +261,7 @@ def _sequential_frames(video: Video, numbers: Sequence[int]) -> Iterator[np.ndar
                 yield converter.convert(frame)
             if number == numbers[-1]:
                 return
-    raise BadMedium(Reason.TRUNCATED, f"{number + 1} frames, its packets say {video.count}")
+    raise UnusableMedium(Reason.TRUNCATED, f"{number + 1} frames, its packets say {video.count}")
 
 
 def _decode_video(container: InputContainer, packets: Iterable[Packet]) -> Iterator[VideoFrame]:
@@ -268,10 +270,10 @@ def _decode_video(container: InputContainer, packets: Iterable[Packet]) -> Itera
 
 
 def _check_time(video: Video, number: int, frame: VideoFrame) -> None:
-    """BadMedium: ``frame`` does not have this ``number``, because an earlier frame was not
+    """UnusableMedium: ``frame`` does not have this ``number``, because an earlier frame was not
     decoded."""
     if frame.pts != video.times[number]:
-        raise BadMedium(Reason.CORRUPTED, f"frame {number} or one before it cannot be decoded")
+        raise UnusableMedium(Reason.CORRUPTED, f"frame {number} or one before it cannot be decoded")
 
 
 def _decord_frames(video: Video, numbers: Sequence[int]) -> Iterator[np.ndarray]:
@@ -308,9 +310,11 @@ class _SharedFrames:
 
 def _check_count(count: int, limits: Limits) -> None:
     if count > limits.frames:
-        raise BadMedium(Reason.FRAMES, f"at least {count} frames, allowed {limits.frames}")
+        raise UnusableMedium(Reason.FRAMES, f"at least {count} frames, allowed {limits.frames}")
 
 
 def _check_pixels(size: Size, limits: Limits) -> None:
     if size[0] * size[1] > limits.pixels:
-        raise BadMedium(Reason.PIXELS, f"{size[1]} x {size[0]}, allowed {limits.pixels} together")
+        raise UnusableMedium(
+            Reason.PIXELS, f"{size[1]} x {size[0]}, allowed {limits.pixels} together"
+        )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.medium import Header, Kind, Medium
 from relax_hpc.data.multimodal.rules import Rules
@@ -47,22 +47,22 @@ rounding."""
 
 
 def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header:
-    """Header of an image, from the header of its file. BadMedium: it is not an image, or exceeds a
-    limit."""
+    """Header of an image, from the header of its file. UnusableMedium: it is not an image, or
+    exceeds a limit."""
     with _open_image(source, limits or Limits()) as image:
         return rules.image_header(_upright_size(image))
 
 
 def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
-    """An image in its stored form. BadMedium: it is not an image, is damaged, exceeds a limit, or
-    has pixels of an unknown scale."""
+    """An image in its stored form. UnusableMedium: it is not an image, is damaged, exceeds a limit,
+    or has pixels of an unknown scale."""
     image = picture(source, limits)
     image = resize(image, rules.image_size((image.height, image.width)))
     return Medium(Kind.IMAGE, np.asarray(image), rules.image_header(image.size[::-1]).grid)
 
 
 def picture(source: Source, limits: Limits | None = None) -> Image:
-    """An image upright and in RGB, not resized. BadMedium: see `load`."""
+    """An image upright and in RGB, not resized. UnusableMedium: see `load`."""
     from PIL import Image as pillow
 
     with _open_image(source, limits or Limits()) as image:
@@ -74,7 +74,7 @@ def picture(source: Source, limits: Limits | None = None) -> Image:
 def rgb(image: Image) -> Image:
     """``image`` in RGB: 8 bits a channel (see `_eight_bits`), transparent pixels on white.
 
-    BadMedium: its pixels have an unknown scale.
+    UnusableMedium: its pixels have an unknown scale.
     """
     from PIL import Image as pillow
 
@@ -100,15 +100,14 @@ def _eight_bits(image: Image) -> Image:
     """``image`` with 8 bits a channel.
 
     Unsigned pixels of 16 bits are divided by 257. Floating-point pixels of 0 to 1 are multiplied by
-    255. Whole numbers of 0 to 255 in wider types are kept. BadMedium: other values, for which the
-    format defines no scale.
-    """
+    255. Whole numbers of 0 to 255 in wider types are kept. UnusableMedium: other values, for which
+    the format defines no scale."""
     from PIL import Image as pillow
 
     # Only an image of TIFF has `tag_v2`.
     tiff_tags: Any = getattr(image, "tag_v2", {}) if image.format == "TIFF" else {}
     if _SIGNED in tiff_tags.get(_SAMPLE_FORMAT, ()) and image.mode != "I":
-        raise BadMedium(
+        raise UnusableMedium(
             Reason.UNSUPPORTED, f"a TIFF of signed samples as {image.mode}, allowed: unsigned ones"
         )
     # Pillow scales a PPM of more than 8 bits to 16 bits, and returns it in mode I.
@@ -124,7 +123,7 @@ def _eight_bits(image: Image) -> Image:
 def _scale_wide(values: np.ndarray, mode: str) -> np.ndarray:
     """Values of 0 to 255 for pixels of 32 bits."""
     if not np.isfinite(values).all():
-        raise BadMedium(Reason.NOT_FINITE, f"{np.count_nonzero(~np.isfinite(values))} pixels")
+        raise UnusableMedium(Reason.NOT_FINITE, f"{np.count_nonzero(~np.isfinite(values))} pixels")
     low, high = float(values.min()), float(values.max())
     if mode == "F" and low >= -_SCALE_TOLERANCE and high <= 1 + _SCALE_TOLERANCE:
         return np.rint(values.clip(0, 1) * 255)
@@ -132,7 +131,7 @@ def _scale_wide(values: np.ndarray, mode: str) -> np.ndarray:
         return values
     allowed = "whole numbers of 0 to 255" + (", or floating point of 0 to 1" if mode == "F" else "")
     kind = "32-bit floating-point" if mode == "F" else "32-bit integer"
-    raise BadMedium(
+    raise UnusableMedium(
         Reason.UNSUPPORTED, f"{kind} pixels from {low:g} to {high:g}, allowed: {allowed}"
     )
 
@@ -148,26 +147,26 @@ def _open_image(source: Source, limits: Limits) -> Iterator[Image]:
         try:
             with pillow.open(file, formats=FORMATS) as image:
                 if image.width * image.height > limits.pixels:
-                    raise BadMedium(
+                    raise UnusableMedium(
                         Reason.PIXELS,
                         f"{image.width} x {image.height}, allowed {limits.pixels} together",
                     )
                 yield image
         except pillow.DecompressionBombError as error:
-            raise BadMedium(Reason.PIXELS, str(error)) from error
+            raise UnusableMedium(Reason.PIXELS, str(error)) from error
         except pillow.UnidentifiedImageError as error:
             raise _unidentified(file) from error
         except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
             reason = Reason.TRUNCATED if "truncated" in str(error).lower() else Reason.CORRUPTED
-            raise BadMedium(reason, str(error) or type(error).__name__) from error
+            raise UnusableMedium(reason, str(error) or type(error).__name__) from error
 
 
-def _unidentified(file: BinaryIO) -> BadMedium:
+def _unidentified(file: BinaryIO) -> UnusableMedium:
     """Error for a file that Pillow cannot open."""
     file.seek(0)
     if file.read(4) in (b"II*\0", b"MM\0*"):
         detail = "a kind of TIFF that Pillow does not read, such as floats of 16 or 64 bits"
-        return BadMedium(Reason.UNSUPPORTED, detail)
+        return UnusableMedium(Reason.UNSUPPORTED, detail)
     with path_of(file) as path:
         return unreadable(path, "its header cannot be read", ", ".join(FORMATS))
 

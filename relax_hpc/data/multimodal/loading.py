@@ -13,13 +13,13 @@ _MODULES = {Kind.IMAGE: image, Kind.VIDEO: video, Kind.AUDIO: audio}
 
 
 def header(kind: Kind, source: Source, rules: Rules, limits: Limits | None = None) -> Header:
-    """Header of a medium, decoded only as far as necessary. BadMedium: it cannot be used."""
+    """Header of a medium, decoded only as far as necessary. UnusableMedium: it cannot be used."""
     _check_hears(kind, rules)
     return _MODULES[kind].header(source, rules, limits)
 
 
 def load(kind: Kind, source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
-    """A medium in its stored form. BadMedium: it cannot be used."""
+    """A medium in its stored form. UnusableMedium: it cannot be used."""
     _check_hears(kind, rules)
     return _MODULES[kind].load(source, rules, limits)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 
 Grid = tuple[int, int, int]
 """Number of patches (time, height, width) before merging; for a sound (1, 1, frames of its mel
@@ -96,8 +96,8 @@ class Medium:
 
     @classmethod
     def from_bytes(cls, blob: bytes | memoryview) -> Medium:
-        """The medium in ``blob``, which `to_bytes` has made, without a copy. BadMedium: it is not a
-        medium."""
+        """The medium in ``blob``, which `to_bytes` has made, without a copy. UnusableMedium: it is
+        not a medium."""
         view = memoryview(blob)
         try:
             (length,) = _LENGTH.unpack(view[: _LENGTH.size])
@@ -109,7 +109,7 @@ class Medium:
             data = np.frombuffer(view[body:], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
             return cls._from_metadata(metadata, tensor["dtype"], data)
         except (ValueError, LookupError, TypeError, struct.error) as error:
-            raise BadMedium(
+            raise UnusableMedium(
                 Reason.BLOB, f"{view.nbytes} bytes that are no medium: {error}"
             ) from error
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.multimodal.sizes import Budget, Size, limit_aspect, resize_to_budget
@@ -53,12 +53,12 @@ class MediumOptions:
 
     @classmethod
     def from_mapping(cls, kind: Kind, values: Mapping[str, Any]) -> MediumOptions:
-        """Options of a medium of ``kind``. BadMedium: an option is unknown or has an invalid
+        """Options of a medium of ``kind``. UnusableMedium: an option is unknown or has an invalid
         value."""
         for name, value in values.items():
             if name not in _NAMES[kind]:
                 allowed = ", ".join(_NAMES[kind]) or "none"
-                raise BadMedium(Reason.OPTION, f"{kind}: found {name!r}, allowed: {allowed}")
+                raise UnusableMedium(Reason.OPTION, f"{kind}: found {name!r}, allowed: {allowed}")
             number = float if name in _FLOATS else int
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or value != number(value):
@@ -75,13 +75,13 @@ class MediumOptions:
         return dataclasses.astuple(self)
 
     def _check(self) -> None:
-        """BadMedium: options contradict each other."""
+        """UnusableMedium: options contradict each other."""
         if (self.resized_height is None) != (self.resized_width is None):
-            raise BadMedium(
+            raise UnusableMedium(
                 Reason.OPTION, "resized_height and resized_width: found one, allowed: both"
             )
         if self.fps is not None and self.nframes is not None:
-            raise BadMedium(Reason.OPTION, "fps and nframes: found both, allowed: one of them")
+            raise UnusableMedium(Reason.OPTION, "fps and nframes: found both, allowed: one of them")
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise _bad_value(
                 "min_pixels", self.min_pixels, f"at most max_pixels, {self.max_pixels}"
@@ -130,7 +130,7 @@ class RulesWithOptions(Rules):
         return _IMAGE_TOKENS[0] * token, _IMAGE_TOKENS[1] * token
 
     def frames(self, total: int, native_fps: float) -> np.ndarray:
-        """See `Rules`. BadMedium: the range of the options has less than two frames."""
+        """See `Rules`. UnusableMedium: the range of the options has less than two frames."""
         first, last = self._frame_range(total, native_fps)
         count = self._frame_count(last - first + 1, native_fps)
         return np.linspace(first, last, count).round().astype(np.int64)
@@ -143,7 +143,7 @@ class RulesWithOptions(Rules):
         if self.options.video_end is not None:
             last = min(math.floor(min(self.options.video_end, seconds) * native_fps), total - 1)
         if first >= last and (first, last) != (0, total - 1):
-            raise BadMedium(
+            raise UnusableMedium(
                 Reason.OPTION,
                 f"video_start and video_end: found frames {first} to {last}, allowed: two frames "
                 f"or more of {total} in {seconds:.2f} s",
@@ -161,7 +161,7 @@ class RulesWithOptions(Rules):
             wanted = total / native_fps * (options.fps or _FPS)
             count = _round_down(min(max(wanted, low), high, total))
         if not _FRAME_FACTOR <= count <= total:
-            raise BadMedium(
+            raise UnusableMedium(
                 Reason.OPTION,
                 f"found {count} frames to take of {total}, allowed: {_FRAME_FACTOR} to {total}",
             )
@@ -183,8 +183,8 @@ def with_options(rules: Rules, options: MediumOptions) -> Rules:
     return RulesWithOptions(**values, options=options)
 
 
-def _bad_value(name: str, value: Any, allowed: str) -> BadMedium:
-    return BadMedium(Reason.OPTION, f"{name}: found {str(value)[:40]!r}, allowed: {allowed}")
+def _bad_value(name: str, value: Any, allowed: str) -> UnusableMedium:
+    return UnusableMedium(Reason.OPTION, f"{name}: found {str(value)[:40]!r}, allowed: {allowed}")
 
 
 def _round_up(number: float) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.medium import Header, Kind, Medium
 from relax_hpc.data.multimodal.options import NO_OPTIONS, MediumOptions
@@ -53,7 +53,7 @@ class MediaPool:
         self._pool = WorkerPool(MediaWork(rules, limits or Limits()), count)
 
     async def load(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Loaded:
-        """A medium. BadMedium: it cannot be used."""
+        """A medium. UnusableMedium: it cannot be used."""
         loaded = await self._run(MediaRequest(kind, source, True, options))
         assert isinstance(loaded, Loaded)
         return loaded
@@ -61,7 +61,7 @@ class MediaPool:
     async def header(
         self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS
     ) -> Header:
-        """Header of a medium. BadMedium: it cannot be used."""
+        """Header of a medium. UnusableMedium: it cannot be used."""
         header = await self._run(MediaRequest(kind, source, False, options))
         assert isinstance(header, Header)
         return header
@@ -71,10 +71,10 @@ class MediaPool:
         await self._pool.close()
 
     async def _run(self, request: MediaRequest) -> Header | Loaded:
-        """Result of a request. BadMedium: the medium cannot be used."""
+        """Result of a request. UnusableMedium: the medium cannot be used."""
         result = await self._pool.run(request)
-        if isinstance(result, BadMedium):
-            raise BadMedium(result.reason, f"{name_of(request.source)}: {result.detail}")
+        if isinstance(result, UnusableMedium):
+            raise UnusableMedium(result.reason, f"{name_of(request.source)}: {result.detail}")
         return result
 
 
@@ -102,25 +102,25 @@ class MediaWork:
             return message | {"bytes": medium.source.hex()}
         return message | {"path": str(medium.source)}
 
-    def read_answer(self, message: Message) -> Header | Loaded | BadMedium:
+    def read_answer(self, message: Message) -> Header | Loaded | UnusableMedium:
         if "error" in message:
             reason, detail = message["error"]
-            return BadMedium(Reason(reason), detail)
+            return UnusableMedium(Reason(reason), detail)
         header = Header(Kind(message["kind"]), tuple(message["grid"]), tuple(message["seconds"]))
         if "blob" not in message:
             return header
         return Loaded(header, message["media_id"], _map_memory(Path(message["blob"])))
 
-    def answer_unsendable(self, error: Exception) -> BadMedium:
-        return BadMedium(Reason.URI, str(error))
+    def answer_unsendable(self, error: Exception) -> UnusableMedium:
+        return UnusableMedium(Reason.URI, str(error))
 
-    def answer_late(self, took_s: float, answer: Any) -> BadMedium:
-        return BadMedium(
+    def answer_late(self, took_s: float, answer: Any) -> UnusableMedium:
+        return UnusableMedium(
             Reason.HUNG, f"timed out after {took_s:.1f} s, allowed file_timeout_s={self.limit_s:g}"
         )
 
-    def answer_death(self, cause: str) -> BadMedium:
-        return BadMedium(Reason.DIED, f"the worker that decoded it {cause}")
+    def answer_death(self, cause: str) -> UnusableMedium:
+        return UnusableMedium(Reason.DIED, f"the worker that decoded it {cause}")
 
     def is_late(self, answer: Any) -> bool:
         return False

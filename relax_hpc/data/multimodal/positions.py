@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.medium import Header, Kind, Medium
 from relax_hpc.data.multimodal.rules import Rules
 
@@ -25,7 +25,7 @@ def positions(
 
     ``spans`` are sorted by position. The spans of a medium take its tokens one after the other, and
     start again after the last one. Times are rounded to whole positions, because engines only have
-    whole positions. BadMedium: spans and media do not fit.
+    whole positions. UnusableMedium: spans and media do not fit.
     """
     position_ids, cursor = np.empty((3, length), np.int64), _Cursor(media, rules)
     # Tokens before `end` have positions. The next text token gets the position `next_position`.
@@ -57,7 +57,7 @@ class _Cursor:
         name = span["media_id"]
         if name not in self._positions:
             if name not in self._media:
-                raise BadMedium(
+                raise UnusableMedium(
                     Reason.SPANS,
                     f"{span['kind']} span at {span['start']} names {name}, which is not there",
                 )
@@ -65,7 +65,7 @@ class _Cursor:
         medium_positions, start = self._positions[name], self._used.get(name, 0)
         end = start + span["length"]
         if end > medium_positions.shape[1]:
-            raise BadMedium(
+            raise UnusableMedium(
                 Reason.SPANS,
                 f"{span['kind']} span at {span['start']} has {span['length']} tokens, "
                 f"{medium_positions.shape[1] - start} of {medium_positions.shape[1]} of its medium "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.streams import (
     audio_stream,
@@ -51,7 +51,7 @@ class Sound:
 def read_sound(path: str, limits: Limits) -> Sound:
     """The sound of a file.
 
-    BadMedium: it has no sound, is damaged, exceeds a limit, or has a format that is not read.
+    UnusableMedium: it has no sound, is damaged, exceeds a limit, or has a format that is not read.
     """
     with open_container(path) as container:
         stream = audio_stream(container)
@@ -61,18 +61,18 @@ def read_sound(path: str, limits: Limits) -> Sound:
             rate, channels, is_planar = layout
             pieces.append(_mono([frame.to_ndarray() for frame in frames], channels, is_planar))
         if not pieces:
-            raise BadMedium(Reason.EMPTY, "no samples")
+            raise UnusableMedium(Reason.EMPTY, "no samples")
         samples = np.concatenate(pieces)[delay:]
         declared = _declared_samples(stream)
         if len(samples) < declared:
-            raise BadMedium(Reason.TRUNCATED, f"{len(samples)} samples of {declared}")
+            raise UnusableMedium(Reason.TRUNCATED, f"{len(samples)} samples of {declared}")
         return Sound(samples[: declared or None], rate)
 
 
 def sound_length(path: str, limits: Limits) -> tuple[int, int]:
     """Number of samples of a sound, and its rate. It is decoded unless its header is exact.
 
-    BadMedium: see `read_sound`.
+    UnusableMedium: see `read_sound`.
     """
     with open_container(path) as container:
         stream = audio_stream(container)
@@ -97,7 +97,7 @@ def _frames(container: InputContainer, stream: AudioStream, limits: Limits) -> I
             _check_rate(rate, limits)
         if frame.sample_rate != rate:
             detail = f"the rate changes from {rate} to {frame.sample_rate} samples a second"
-            raise BadMedium(Reason.UNSUPPORTED, detail)
+            raise UnusableMedium(Reason.UNSUPPORTED, detail)
         count += frame.samples
         _check_seconds(count, rate, limits)
         yield frame
@@ -166,11 +166,11 @@ def _opus_delay(container: InputContainer, stream: AudioStream) -> int:
 
 def _check_rate(rate: int, limits: Limits) -> None:
     if not _LEAST_RATE <= rate <= limits.rate:
-        raise BadMedium(
+        raise UnusableMedium(
             Reason.RATE, f"{rate} samples a second, allowed {_LEAST_RATE} to {limits.rate}"
         )
 
 
 def _check_seconds(samples: int, rate: int, limits: Limits) -> None:
     if samples > limits.seconds * rate:
-        raise BadMedium(Reason.SECONDS, f"{samples / rate:.0f} s, allowed {limits.seconds:g}")
+        raise UnusableMedium(Reason.SECONDS, f"{samples / rate:.0f} s, allowed {limits.seconds:g}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from relax_hpc.base.foreign_files import open_regular
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.containers import declared_bytes
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.medium import Kind
@@ -104,14 +104,14 @@ them). Other errors may be temporary."""
 
 @contextmanager
 def open_source(source: Source, kind: Kind, limits: Limits) -> Iterator[BinaryIO]:
-    """``source``, open to be read as a medium of ``kind``. BadMedium: it has another format, or is
-    incomplete."""
+    """``source``, open to be read as a medium of ``kind``. UnusableMedium: it has another format,
+    or is incomplete."""
     try:
         source_file = io.BytesIO(source) if isinstance(source, bytes) else open_regular(source)
     except OSError as error:
         if error.errno not in _NO_FILE:
             raise
-        raise BadMedium(Reason.MISSING, str(error.strerror)) from error
+        raise UnusableMedium(Reason.MISSING, str(error.strerror)) from error
     with source_file as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
@@ -135,7 +135,7 @@ def path_of(file: BinaryIO) -> Iterator[str]:
         yield f"/proc/self/fd/{copy.fileno()}"
 
 
-def unreadable(path: str, detail: str, allowed: str) -> BadMedium:
+def unreadable(path: str, detail: str, allowed: str) -> UnusableMedium:
     """Error for a file that no decoder can open. If its format is known, the file is damaged;
     otherwise its format is unsupported.
 
@@ -145,9 +145,9 @@ def unreadable(path: str, detail: str, allowed: str) -> BadMedium:
         head = file.read(_HEAD_BYTES)
     name, _ = _format_of(head)
     if name:
-        return BadMedium(Reason.CORRUPTED, f"{name}: {detail}")
+        return UnusableMedium(Reason.CORRUPTED, f"{name}: {detail}")
     begin = head[:8].hex(" ")
-    return BadMedium(Reason.UNSUPPORTED, f"begins with {begin}, allowed formats: {allowed}")
+    return UnusableMedium(Reason.UNSUPPORTED, f"begins with {begin}, allowed formats: {allowed}")
 
 
 def name_of(source: Source) -> str:
@@ -157,25 +157,25 @@ def name_of(source: Source) -> str:
 
 def _check_size(size: int, limits: Limits) -> None:
     if not size:
-        raise BadMedium(Reason.EMPTY, "no bytes")
+        raise UnusableMedium(Reason.EMPTY, "no bytes")
     if size > limits.bytes:
-        raise BadMedium(Reason.LARGE, f"{size} bytes, allowed {limits.bytes}")
+        raise UnusableMedium(Reason.LARGE, f"{size} bytes, allowed {limits.bytes}")
 
 
 def _check_kind(source: Source, head: bytes, kind: Kind) -> None:
     for offset, magic, name, reason in _REFUSED:
         if head[offset : offset + len(magic)] == magic:
-            raise BadMedium(reason, f"{kind} expected, content is {name}")
+            raise UnusableMedium(reason, f"{kind} expected, content is {name}")
     if head[4:8] == b"ftyp" and head[8:12] in _HEIC:
-        raise BadMedium(Reason.UNSUPPORTED, "content is HEIC: convert it to JPEG, PNG or AVIF")
+        raise UnusableMedium(Reason.UNSUPPORTED, "content is HEIC: convert it to JPEG, PNG or AVIF")
     name, kinds = _format_of(head)
     if kind not in kinds:
-        raise BadMedium(Reason.MISLABELLED, f"{kind} expected, content is {name}")
+        raise UnusableMedium(Reason.MISLABELLED, f"{kind} expected, content is {name}")
     if not name or isinstance(source, bytes):
         return
     kind_of_name = (mimetypes.guess_type(source.name)[0] or "").partition("/")[0]
     if kind_of_name in set(Kind) and kind_of_name not in kinds:
-        raise BadMedium(Reason.EXTENSION, f"named as {kind_of_name}, content is {name}")
+        raise UnusableMedium(Reason.EXTENSION, f"named as {kind_of_name}, content is {name}")
 
 
 def _format_of(head: bytes) -> tuple[str, frozenset[Kind]]:
@@ -194,4 +194,4 @@ def _format_of(head: bytes) -> tuple[str, frozenset[Kind]]:
 def _check_length(file: BinaryIO, size: int) -> None:
     declared = declared_bytes(file, size)
     if declared > size:
-        raise BadMedium(Reason.TRUNCATED, f"{size} bytes of {declared}")
+        raise UnusableMedium(Reason.TRUNCATED, f"{size} bytes of {declared}")

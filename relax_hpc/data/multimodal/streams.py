@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.source import unreadable
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ _WAV_PROBE_BYTES = 32768
 
 @contextmanager
 def open_container(path: str) -> Iterator[InputContainer]:
-    """The container at ``path``. BadMedium: it is damaged, or its format is not in `CONTAINERS`."""
+    """The container at ``path``. UnusableMedium: it is damaged, or its format is not in
+    `CONTAINERS`."""
     # PyAV must be imported before decord, here and elsewhere. decord2 3.4.0 loads its FFmpeg with
     # RTLD_GLOBAL, and a PyAV that is imported later uses that one instead of the FFmpeg in its
     # wheel.
@@ -69,7 +70,7 @@ def open_container(path: str) -> Iterator[InputContainer]:
         container = av.open(path, options=options, metadata_errors="ignore")
     except av.ArgumentError as error:
         # FFmpeg 8.1 returns it for a format that is not in format_whitelist.
-        raise BadMedium(
+        raise UnusableMedium(
             Reason.UNSUPPORTED, f"allowed containers: {', '.join(CONTAINERS)}"
         ) from error
     except av.FFmpegError as error:
@@ -84,7 +85,7 @@ def video_stream(container: InputContainer) -> VideoStream:
     """The video stream that FFmpeg's program would choose: the default stream, otherwise the
     largest. Cover pictures do not count.
 
-    BadMedium: the file has no video, or none with a codec of `VIDEO_CODECS`.
+    UnusableMedium: the file has no video, or none with a codec of `VIDEO_CODECS`.
     """
     from av.stream import Disposition
 
@@ -102,7 +103,7 @@ def audio_stream(container: InputContainer) -> AudioStream:
     """The audio stream that FFmpeg's program would choose: the default stream, otherwise the one
     with the most channels.
 
-    BadMedium: the file has no sound, or none with a codec of `AUDIO_CODECS`.
+    UnusableMedium: the file has no sound, or none with a codec of `AUDIO_CODECS`.
     """
     return _choose_stream(
         container, container.streams.audio, AUDIO_CODECS, lambda stream: stream.channels
@@ -120,13 +121,13 @@ def _choose_stream(
     from av.stream import Disposition
 
     if not streams:
-        raise BadMedium(Reason.NO_STREAM, f"none of its {len(container.streams)} streams")
+        raise UnusableMedium(Reason.NO_STREAM, f"none of its {len(container.streams)} streams")
     # Some phones write a second audio stream with a codec that FFmpeg cannot decode.
     readable = [stream for stream in streams if codec_of(stream) in codecs]
     if not readable:
         present = ", ".join(codec_of(stream) or "unknown" for stream in streams)
         detail = f"codec {present}, allowed: {', '.join(sorted(codecs))}"
-        raise BadMedium(Reason.UNSUPPORTED, f"{streams[0].type} {detail}")
+        raise UnusableMedium(Reason.UNSUPPORTED, f"{streams[0].type} {detail}")
     stream = max(
         readable, key=lambda stream: (bool(stream.disposition & Disposition.default), size(stream))
     )
@@ -159,7 +160,7 @@ def packets_of(container: InputContainer, stream: Stream) -> Iterator[Packet]:
 def decode(container: InputContainer, packets: Iterable[Packet]) -> Iterator[Frame]:
     """Frames of ``packets``, of one stream, in the order in which they are shown or heard.
 
-    BadMedium: a packet cannot be decoded; see `CUT_ANYWHERE` for those that are skipped.
+    UnusableMedium: a packet cannot be decoded; see `CUT_ANYWHERE` for those that are skipped.
     """
     import av
 
@@ -185,5 +186,5 @@ def decode(container: InputContainer, packets: Iterable[Packet]) -> Iterator[Fra
         raise _undecodable(failure) from failure
 
 
-def _undecodable(error: Exception) -> BadMedium:
-    return BadMedium(Reason.CORRUPTED, f"a packet cannot be decoded: {error}")
+def _undecodable(error: Exception) -> UnusableMedium:
+    return UnusableMedium(Reason.CORRUPTED, f"a packet cannot be decoded: {error}")

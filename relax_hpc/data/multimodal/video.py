@@ -20,14 +20,14 @@ from relax_hpc.data.multimodal.source import Source, open_source, path_of
 def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header:
     """Header of a video. All its packets are read, and its first frame is decoded.
 
-    BadMedium: it is not a video, is damaged, exceeds a limit, or has a format that is not read.
-    """
+    UnusableMedium: it is not a video, is damaged, exceeds a limit, or has a format that is not
+    read."""
     with _open_video(source, limits) as video:
         return rules.video_header(video.count, video.fps, video.first.shape[:2])
 
 
 def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
-    """A video in its stored form. BadMedium: see `header`; or a frame cannot be decoded."""
+    """A video in its stored form. UnusableMedium: see `header`; or a frame cannot be decoded."""
     with _open_video(source, limits) as video:
         header = rules.video_header(video.count, video.fps, video.first.shape[:2])
         size = header.grid[1] * rules.patch, header.grid[2] * rules.patch

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from relax_hpc.base.content_id import hash_content
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.loading import header, load
 from relax_hpc.data.multimodal.medium import Header, Kind, Medium
@@ -31,7 +31,7 @@ class Decoder:
         """Response to a request: the header and maybe the medium, or an error."""
         try:
             return {"id": message["id"], **self._decode(message)}
-        except BadMedium as bad:
+        except UnusableMedium as bad:
             error = [bad.reason, bad.detail]
         except MemoryError:
             error = [Reason.MEMORY, f"more than {self._limits.memory_mb} MB"]

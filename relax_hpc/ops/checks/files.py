@@ -17,7 +17,7 @@ from relax_hpc.config.groups import group_with_role
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig, ParallelConfig
 from relax_hpc.data.examples import rules_of
-from relax_hpc.data.prompts import Prompt, PromptRules, RowCounts, prompts_of
+from relax_hpc.data.prompts import Prompt, PromptRules, RowCounts, parse_rows
 from relax_hpc.data.row_files import DataSet, RowFiles, data_sets, rows_exist
 from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import Tokenizer
@@ -268,7 +268,7 @@ def _read(
     has_media = rules.media is not None
     block_rows = BLOCK_WITH_MEDIA if has_media else BLOCK
     rows = files.rows(reading.tally.locations, has_media)
-    prompts = prompts_of(rows, tokenizer, rules, tokens=False)
+    prompts = parse_rows(rows, tokenizer, rules, tokens=False)
     with rules.rendering():
         while block := list(islice(prompts, block_rows)):
             for prompt in block:

@@ -11,7 +11,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config
 from relax_hpc.data.examples import rules_of
 from relax_hpc.data.media import MediaRules
-from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.bad_media import UnusableMedium
 from relax_hpc.data.prompts import Prompt, PromptRules
 from relax_hpc.data.row_files import RowFiles, RowLocations, data_sets
 from relax_hpc.data.rows import BadLine
@@ -78,7 +78,7 @@ def _try_rows(
             if time.monotonic() > deadline:
                 break
             trial.rows += 1
-            reason = _media_fault(rules.read(*row, tokenizer), media, trial)
+            reason = _media_fault(rules.parse_row(*row, tokenizer), media, trial)
             if reason:
                 trial.bad.append(f"{positions.describe(row[0])}: {reason}")
     return trial
@@ -92,6 +92,6 @@ def _media_fault(prompt: Prompt | BadLine, media: MediaRules, trial: _Trial) -> 
         for medium in prompt.media:
             trial.media += 1
             media.pool.load(medium.kind, medium.source)
-    except BadMedium as bad:
+    except UnusableMedium as bad:
         return str(bad)
     return ""

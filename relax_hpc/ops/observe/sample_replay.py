@@ -26,9 +26,10 @@ from relax_hpc.rollout.episodes.history import OpenRow
 from relax_hpc.rollout.episodes.recorded_episode import ReplayMismatch
 from relax_hpc.rollout.episodes.recording import read_recording
 from relax_hpc.rollout.episodes.replay import replay
+from relax_hpc.rollout.prompt_source import PromptSource
 from relax_hpc.rollout.readable_rows import reported_outcome
+from relax_hpc.rollout.rows import draw_key
 from relax_hpc.rollout.sample_log import CUT_SHORT, Sample, read_samples
-from relax_hpc.rollout.samples import PromptSource, draw_key
 from relax_hpc.tasks.files import open_evals, open_train
 
 _ATTEMPTS = 1000

@@ -254,7 +254,8 @@ class QueueStatus:
     beats: Mapping[str, Message]
     """Last beat of each member."""
     lacking: Mapping[str, Message]
-    """Groups for which others wait, see `GroupPresence.report`."""
+    """Groups for which others wait, see `GroupPresence.report`. The field has the name of the
+    message's key; elsewhere it is `awaited_groups`."""
     finished: bool
     waiting: Sequence[str]
     """Requests that cannot be answered yet, described in text."""

@@ -11,8 +11,8 @@ from relax_hpc.base.routes import BAD_ROUTES, RouteShape
 from relax_hpc.queue.row_ids import ticket_of
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage.media import (
-    BadMedia,
     MediaError,
+    MediaMismatch,
     MediaStore,
     check_media,
     media_ids,
@@ -121,7 +121,7 @@ def _bad_media(client: QueueClient, claim: Claim, placeholders: Mapping[str, int
     for row in client.rows(claim):
         try:
             _check_media(client.media, row, placeholders)
-        except BadMedia as bad:
+        except MediaMismatch as bad:
             print(f"quarantined: {bad}", flush=True)
             yield bad.reason, ticket_of(row["row_id"])
 
@@ -138,7 +138,7 @@ def _bad_routes(client: QueueClient, claim: Claim, shape: RouteShape | None) -> 
 
 def _check_media(store: MediaStore, row: Row, placeholders: Mapping[str, int] | None) -> None:
     if row["spans"] and not row.get("media_tokens"):
-        raise BadMedia(
+        raise MediaMismatch(
             "media_mismatch",
             f"{row['row_id']}: it refers to media, but has no media_tokens",
         )
@@ -147,4 +147,4 @@ def _check_media(store: MediaStore, row: Row, placeholders: Mapping[str, int] | 
         try:
             store.check(media_id)
         except MediaError as error:
-            raise BadMedia("media_missing", f"{row['row_id']}: {error}") from error
+            raise MediaMismatch("media_missing", f"{row['row_id']}: {error}") from error

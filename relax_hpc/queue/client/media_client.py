@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relax_hpc.queue.storage.media import BadMedia, hash_content
+from relax_hpc.queue.storage.media import MediaMismatch, hash_content
 
 if TYPE_CHECKING:
     from relax_hpc.queue.client import QueueClient
 
 TOO_LARGE = "media_too_large"
-"""Reason of BadMedia with which the prompt group fails."""
+"""Reason of MediaMismatch with which the prompt group fails."""
 
 
 def store_media(
@@ -26,7 +26,7 @@ def store_media(
 
     ``ids``: results of `hash_content`; empty: compute them. The queue first records the ids, so
     that stored media without a record can be deleted. A repeated call, or a call by another group,
-    stores nothing twice. BadMedia: a medium, or all together, is larger than `queue` allows.
+    stores nothing twice. MediaMismatch: a medium, or all together, is larger than `queue` allows.
     """
     limits, sizes = client.config.queue, [_size_bytes(data) for data in media]
     checks = {"max_medium_bytes": max(sizes, default=0), "max_group_media_bytes": sum(sizes)}
@@ -38,9 +38,9 @@ def store_media(
                 f"{subject} of {size} bytes, allowed queue.{name}={allowed}; shrink it, or raise "
                 "the limit"
             )
-            raise BadMedia(TOO_LARGE, f"ticket {ticket}: {text}")
+            raise MediaMismatch(TOO_LARGE, f"ticket {ticket}: {text}")
     if 0 in sizes:
-        raise BadMedia(
+        raise MediaMismatch(
             "bad_media",
             f"ticket {ticket}: a medium of 0 bytes, allowed 1 or more; correct the prompt's file",
         )

@@ -310,9 +310,9 @@ class Ledger:
                 self._result.problems.append(
                     f"step {step}: trained {len(set(trained))} prompt groups of {size}"
                 )
-        late = [t for t in state.tickets.untrained if state.groups[t].last < steps]
+        late = [t for t in state.tickets.untrained if state.groups[t].last_step < steps]
         self._result.problems += [
-            f"ticket {t}: its last step was {state.groups[t].last}, not trained" for t in late
+            f"ticket {t}: its last step was {state.groups[t].last_step}, not trained" for t in late
         ]
         return tickets
 

@@ -50,12 +50,15 @@ class MediaError(OSError):
     """A blob that is missing, damaged or too large; the message names it."""
 
 
-class BadMedia(BadRow):
+class MediaMismatch(BadRow):
     """A row whose media do not match its tokens. Its drop is counted under ``reason``."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+BadMedia = MediaMismatch  # Name in release 0.1.
 
 
 def check_id(media_id: object) -> str:
@@ -237,8 +240,8 @@ def media_ids(rows: Iterable[Row]) -> set[str]:
 
 
 def media_by_ticket(rows: Iterable[Row]) -> dict[int, list[str]]:
-    """Ids of the media to which the rows of each prompt group refer. BadMedia: a row's spans do not
-    match the schema."""
+    """Ids of the media to which the rows of each prompt group refer. MediaMismatch: a row's spans
+    do not match the schema."""
     ids_by_ticket: dict[int, set[str]] = {}
     for row in rows:
         ids = {media_id for *_, media_id in _spans(row, len(row.get("token_ids", ())))}
@@ -259,8 +262,8 @@ def read_placeholders(model: Path) -> dict[str, int]:
 
 
 def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:
-    """Number of media tokens in ``row``. BadMedia, with a reason: its spans and its tokens do not
-    match.
+    """Number of media tokens in ``row``. MediaMismatch, with a reason: its spans and its tokens do
+    not match.
 
     A span covers copies of one placeholder token, the same for every span of a kind. The policy has
     not sampled them. Outside of the spans, only the policy may have sampled placeholders.
@@ -297,7 +300,7 @@ def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:
 
 
 def _compare(row: Row, counts: Mapping[str, int], media_tokens: object) -> None:
-    """BadMedia: spans cover other numbers of tokens than ``media_tokens`` of the row."""
+    """MediaMismatch: spans cover other numbers of tokens than ``media_tokens`` of the row."""
     if not isinstance(media_tokens, Mapping):
         raise _bad(
             row,
@@ -313,8 +316,8 @@ def _compare(row: Row, counts: Mapping[str, int], media_tokens: object) -> None:
 
 
 def _spans(row: Row, tokens: int) -> Iterator[tuple[str, int, int, str]]:
-    """(kind, start, length, media id) of each span. BadMedia: a span is malformed, or leaves the
-    row."""
+    """(kind, start, length, media id) of each span. MediaMismatch: a span is malformed, or leaves
+    the row."""
     if not isinstance(row.get("spans"), list):
         raise _bad(row, f"spans: found {str(row.get('spans'))[:200]}, expected a list", "bad_span")
     for span in row["spans"]:
@@ -337,8 +340,8 @@ def _spans(row: Row, tokens: int) -> Iterator[tuple[str, int, int, str]]:
         yield kind, start, length, span["media_id"]
 
 
-def _bad(row: Row, message: str, reason: str = "media_mismatch") -> BadMedia:
-    return BadMedia(reason, f"{row.get('row_id', 'row')}: {message}")
+def _bad(row: Row, message: str, reason: str = "media_mismatch") -> MediaMismatch:
+    return MediaMismatch(reason, f"{row.get('row_id', 'row')}: {message}")
 
 
 def _checksum(blob: memoryview) -> bytes:

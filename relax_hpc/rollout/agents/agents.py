@@ -36,7 +36,7 @@ from relax_hpc.rollout.agents.rendering import Renderer
 from relax_hpc.rollout.agents.session import AgentSession
 from relax_hpc.rollout.engines.engine import BadAnswer
 from relax_hpc.rollout.episodes.history import History, OpenRow
-from relax_hpc.rollout.episodes.turns import Start
+from relax_hpc.rollout.episodes.turns import EpisodeStart
 
 _SHOWN_CHARS = 2000
 """Characters at the end of a program's output that samples and faults show."""
@@ -91,7 +91,7 @@ class Agents:
         await self._endpoint.close()
         self._template.close()
 
-    async def play(self, history: History, start: Start) -> Episode:
+    async def play(self, history: History, start: EpisodeStart) -> Episode:
         """See `EpisodeBackend.play`. If the gateway is replaced, the episode waits for the new one,
         and the program starts again and repeats its requests. BadAnswer: the prompt has media,
         which a program cannot get."""
@@ -126,7 +126,7 @@ class Agents:
         self, session: AgentSession, beginning: Beginning, link: Link, url: str
     ) -> ProgramEnd | None:
         """Run a program until its episode ends; None: the connection to the gateway was lost.
-        EnvironmentFault; BadAnswer and EngineRetry as `Start.draw_turn`."""
+        EnvironmentFault; BadAnswer and EngineRetry as `EpisodeStart.draw_turn`."""
         task = {
             "prompt": beginning.prompt,
             "metadata": beginning.metadata,
@@ -139,7 +139,7 @@ class Agents:
             program = Program(
                 options.command, variables, task, memory_bytes, options.pid_namespace, bearer
             )
-            code = await _run_until(program.run(), session.over.wait(), link.lost.wait())
+            code = await _run_until(program.run(), session.has_ended.wait(), link.lost.wait())
         self._report_namespaces(program)
         if session.error:
             raise session.error

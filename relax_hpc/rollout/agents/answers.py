@@ -12,7 +12,7 @@ from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.tool_calls import ToolCall, read_turn
 from relax_hpc.rollout.agents.chat import ChatRequest, Message, make_call
 from relax_hpc.rollout.agents.gateway.front import Reply
-from relax_hpc.rollout.samples import begins_in_thought
+from relax_hpc.rollout.rows import begins_in_thought
 
 MODEL = "policy"
 """Name of the only model. The model that a request names is ignored."""

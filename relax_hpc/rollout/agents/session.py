@@ -35,7 +35,7 @@ from relax_hpc.rollout.agents.rendering import Renderer, Tools
 from relax_hpc.rollout.engines.engine import BadAnswer
 from relax_hpc.rollout.engines.stops import with_stops
 from relax_hpc.rollout.episodes.history import History, OpenRow
-from relax_hpc.rollout.episodes.turns import Start
+from relax_hpc.rollout.episodes.turns import EpisodeStart
 
 MODELS = "/v1/models"
 _THOUGHT_MARK = re.compile(rf"\s*({THINK}|{THOUGHT})\s*")
@@ -78,7 +78,7 @@ class _Pending:
     """Connections that wait for the reply."""
     answer: _AnswerEnd | None = None
     """End of its answer."""
-    cut: FinishReason | None = None
+    cut_reason: FinishReason | None = None
     """Bound that has cut its answer."""
     is_read: bool = False
     """Whether a connection has received the reply."""
@@ -94,7 +94,7 @@ class AgentSession:
 
     def __init__(
         self,
-        start: Start,
+        start: EpisodeStart,
         history: History,
         renderer: Renderer,
         tokenizer: Tokenizer,
@@ -132,9 +132,9 @@ class AgentSession:
         """Error because of which a request has no answer: of the engine, or of this code."""
         self.last: OpenRow | None = None
         """Row of the last answer that a client has received."""
-        self._cut: FinishReason | None = None
+        self._cut_reason: FinishReason | None = None
         """Bound that has cut that answer."""
-        self.over = asyncio.Event()
+        self.has_ended = asyncio.Event()
         """Event that is set when no further request will be answered."""
 
     async def reply(
@@ -176,7 +176,7 @@ class AgentSession:
         """Record that a client receives the reply. The last answer is the one that was received
         last."""
         if request.answer and not request.is_read:
-            self.last, self._cut = request.answer.row, request.cut
+            self.last, self._cut_reason = request.answer.row, request.cut_reason
         request.is_read = True
 
     def drop_unread(self) -> None:
@@ -190,7 +190,7 @@ class AgentSession:
     @property
     def reason(self) -> FinishReason:
         """Reason why the episode has ended, once its program has ended."""
-        return self._bounds.reached or self._cut or "env_done"
+        return self._bounds.reached or self._cut_reason or "env_done"
 
     async def close(self) -> None:
         """Cancel all requests. Nothing is added to rows afterwards."""
@@ -217,7 +217,7 @@ class AgentSession:
             return Reply.error(refused.status, refused.code, detail, path)
         except Exception as error:  # `Agents` raises it in the episode
             self.error = self.error or error
-            self.over.set()
+            self.has_ended.set()
             return Reply.error(
                 500, "no_answer", "the episode has ended, as there is no answer", path
             )
@@ -260,7 +260,7 @@ class AgentSession:
         if refused.code != "unknown_path":
             self._refused_in_row += 1
         if self._refused_in_row >= _MAX_REFUSED:
-            self.over.set()
+            self.has_ended.set()
 
     async def _answer(self, request: ChatRequest, pending: _Pending) -> PolicyAnswer:
         keys = _keys(request.messages, request.tools)
@@ -289,7 +289,7 @@ class AgentSession:
         pending.answer = _AnswerEnd(row, row.length)
         turn = row.draft.token_ids[len(tokens) - len(row.prompt) :]
         answer = PolicyAnswer.from_turn(number, turn, tokens, turn_limit, request, self._tokenizer)
-        pending.cut = limit if answer.is_cut and len(turn) == budget else None
+        pending.cut_reason = limit if answer.is_cut and len(turn) == budget else None
         for message in answer.messages:
             self._answer_ends[_key(keys[-1], message)] = pending.answer
         return answer
@@ -351,7 +351,7 @@ class AgentSession:
 
     async def _generate_turn(self, row: OpenRow, budget: int, stop: tuple[str, ...]) -> None:
         """Add a turn to ``row``, which may have ``budget`` tokens after its prompt. BadAnswer,
-        EngineRetry: as `Start.draw_turn`."""
+        EngineRetry: as `EpisodeStart.draw_turn`."""
         sampling = self._start.request.sampling
         answer = await self._start.draw_turn(
             row, budget, with_stops(sampling, stop, self._tokenizer)

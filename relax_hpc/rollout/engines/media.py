@@ -12,7 +12,7 @@ import numpy as np
 
 from relax_hpc.data.generation import GenerateRequest
 from relax_hpc.data.media import spans_of
-from relax_hpc.queue.storage.media import BadMedia, check_media
+from relax_hpc.queue.storage.media import MediaMismatch, check_media
 from relax_hpc.rollout.engines.engine import BadAnswer
 
 
@@ -32,5 +32,5 @@ def check_places(request: GenerateRequest, placeholders: Mapping[str, int]) -> N
     }
     try:
         check_media(row, placeholders)
-    except BadMedia as bad:
+    except MediaMismatch as bad:
         raise BadAnswer("bad_media", str(bad)) from None

@@ -38,11 +38,16 @@ class ChatTokens:
         self._ends = tuple(filter(None, map(tokenizer.name_of, tokenizer.eos_ids)))
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), whole: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools = (),
+        add_generation_prompt: bool = True,
     ) -> str:
-        """Text of a chat; unless it is ``whole``, including the opening of the policy's turn.
+        """Text of a chat. ``add_generation_prompt``: including the opening of the policy's turn.
         TemplateError: the template does not accept it."""
-        return self._template.render(self._protect(messages), whole, self._protect(tools))
+        return self._template.render(
+            self._protect(messages), add_generation_prompt, self._protect(tools)
+        )
 
     def render_between(
         self,

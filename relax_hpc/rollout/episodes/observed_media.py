@@ -34,7 +34,7 @@ class ObservedMedia:
         tokens, and the media with their spans. ``ids`` has one placeholder for each. The media are
         stored like those of the prompt of ``ticket``; None: like those of evaluations.
 
-        BadMedium, BadMedia: a medium cannot be used.
+        UnusableMedium, MediaMismatch: a medium cannot be used.
         """
         sources: dict[Kind, list[Any]] = defaultdict(list)
         for medium in media_parts:

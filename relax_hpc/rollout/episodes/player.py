@@ -21,7 +21,12 @@ from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.observed_media import ObservedMedia
 from relax_hpc.rollout.episodes.play import EpisodeTimer, run_with_timer
 from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
-from relax_hpc.rollout.episodes.turns import EnvironmentSession, EpisodeTurns, Start, TurnRules
+from relax_hpc.rollout.episodes.turns import (
+    EnvironmentSession,
+    EpisodeStart,
+    EpisodeTurns,
+    TurnRules,
+)
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.tasks import environment_name, train_reward
 
@@ -48,9 +53,9 @@ class EpisodeBackend(Protocol):
     async def start(self) -> None:
         """Return when episodes can be played. ConfigError: they never can."""
 
-    async def play(self, history: History, start: Start) -> Episode:
+    async def play(self, history: History, start: EpisodeStart) -> Episode:
         """The episode that begins with ``history``. EnvironmentFault; BadAnswer, EngineRetry: as
-        `Start.draw_turn`."""
+        `EpisodeStart.draw_turn`."""
 
     def conclude(self, history: History, fault: EnvironmentFault) -> Episode | None:
         """The episode that ends with the last ``fault``; None: there is no usable episode, and its
@@ -79,7 +84,7 @@ class Player:
         self._note_fault, self._note_unrewarded = note_fault, note_unrewarded
         self.start, self.close = backend.start, backend.close
 
-    async def play(self, history: History, start: Start) -> Episode | BadAnswer:
+    async def play(self, history: History, start: EpisodeStart) -> Episode | BadAnswer:
         """The episode that begins with ``history``. EngineRetry: the engine has failed, and
         ``start`` does not ask it again."""
         timer = EpisodeTimer(self._limit_s)
@@ -96,7 +101,7 @@ class Player:
                 self._note_unrewarded(episode.finish_reason)
         return episode
 
-    async def _play_with_restarts(self, history: History, start: Start) -> Episode:
+    async def _play_with_restarts(self, history: History, start: EpisodeStart) -> Episode:
         remaining = self._max_faults
         while True:
             try:
@@ -125,7 +130,7 @@ class EnvironmentBackend:
         if self._rules.media:
             await self._rules.media.close()
 
-    async def play(self, history: History, start: Start) -> Episode:
+    async def play(self, history: History, start: EpisodeStart) -> Episode:
         """See `EpisodeBackend.play`."""
         with start.waiting():
             session = await self._host.open(start.beginning)

@@ -18,7 +18,7 @@ from relax_hpc.rollout.agents.gateway.serving import gateway
 from relax_hpc.rollout.episodes.history import History, OpenRow
 from relax_hpc.rollout.episodes.player import EpisodeBackend, make_backend
 from relax_hpc.rollout.episodes.recorded_episode import ReplayMismatch
-from relax_hpc.rollout.episodes.turns import Start
+from relax_hpc.rollout.episodes.turns import EpisodeStart
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.tasks import environment_name
 
@@ -50,8 +50,8 @@ async def replay(
     media = PromptMedia(None, tokenizer.directory, folder / "media", config.data.multimodal)
     try:
         async with _open_backend(config, tokenizer, media, RunDir(folder / "run")) as backend:
-            prompt = await media.of_evaluation(prompt)
-            start = Start(prompt, replace(request, media=prompt.media), ask)
+            prompt = await media.store_prompt_for_evaluation(prompt)
+            start = EpisodeStart(prompt, replace(request, media=prompt.media), ask)
             return await backend.play(History(list(rows)), start)
     finally:
         await media.close()

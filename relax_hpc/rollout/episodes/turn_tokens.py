@@ -113,7 +113,10 @@ class TurnTokenizer:
         """Text of messages after a prompt without its opening."""
         before = _placeholder_messages(roles)
         try:
-            prompt, text = chat.render(before, whole=True), chat.render([*before, *after])
+            prompt, text = (
+                chat.render(before, add_generation_prompt=False),
+                chat.render([*before, *after]),
+            )
             if text.startswith(prompt):
                 return text.removeprefix(prompt)
         except TemplateError:
@@ -168,7 +171,7 @@ class TurnTokenizer:
     def _render_opening(self, chat: ChatTokens) -> list[int]:
         """Tokens at the end of a prompt that open the policy's turn."""
         prompt = _placeholder_messages(_PROMPT_ROLES)
-        text, without = chat.render(prompt), chat.render(prompt, whole=True)
+        text, without = chat.render(prompt), chat.render(prompt, add_generation_prompt=False)
         opening = text.removeprefix(without)
         return chat.tokens(opening) if opening != text else []
 

@@ -46,7 +46,7 @@ from relax_hpc.rollout.episodes.recorded_episode import RecordedEpisode
 from relax_hpc.rollout.episodes.turn_budget import turn_budget
 from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
 from relax_hpc.rollout.media import UNUSABLE
-from relax_hpc.rollout.samples import TAIL, begins_in_thought, turn_text
+from relax_hpc.rollout.rows import TAIL, begins_in_thought, turn_text
 
 Ask = Callable[[GenerateRequest], Awaitable[Generation | BadAnswer]]
 """Lets the engine continue the draft of a request. EngineRetry: the engine has failed."""
@@ -72,8 +72,8 @@ class TurnRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """The prompt of an episode, and the engine that is asked."""
+class EpisodeStart:
+    """Start of an episode: its prompt, and the engine that is asked."""
 
     prompt: Prompt
     request: GenerateRequest
@@ -122,10 +122,13 @@ class Start:
             return answer
 
 
+Start = EpisodeStart  # Name in release 0.1.
+
+
 class EpisodeTurns:
     """The turns of one episode."""
 
-    def __init__(self, rules: TurnRules, start: Start, history: History) -> None:
+    def __init__(self, rules: TurnRules, start: EpisodeStart, history: History) -> None:
         """Turns in ``history`` are used without change, and its observations are compared with
         those of the environment."""
         self.rules, self.start, self.history = rules, start, history
@@ -140,7 +143,7 @@ class EpisodeTurns:
 
     async def play(self, session: EnvironmentSession) -> Episode:
         """Play to the end. EnvironmentFault: the environment has failed. BadAnswer: of the engine.
-        EngineRetry: as `Start.ask`."""
+        EngineRetry: as `EpisodeStart.ask`."""
         row = await self._open(session)
         for number in itertools.count():
             begin = row.length

@@ -56,9 +56,10 @@ class Puller:
         into: SafetensorsFile,
         anchor: Anchor | None = None,
         sources: VersionSources | None = None,
-        got: Callable[[Chunk], object] = lambda _: None,
+        on_chunk: Callable[[Chunk], object] = lambda _: None,
     ) -> None:
-        """Read ``chunks`` of a version into a file. Threads call ``got`` with each complete chunk.
+        """Read ``chunks`` of a version into a file. Threads call ``on_chunk`` with each complete
+        chunk.
 
         ``sources``: other nodes that have the version. WeightsError: a chunk cannot be read from
         memory.
@@ -73,7 +74,7 @@ class Puller:
                 if not failed.is_set():
                     methods = self._read_methods(chunk, into, usable, sources)
                     self._try_methods(manifest.version, methods)
-                    got(chunk)
+                    on_chunk(chunk)
             except BaseException:
                 failed.set()
                 raise

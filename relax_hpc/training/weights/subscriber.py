@@ -49,50 +49,52 @@ class Fetcher:
         # Folder of the present anchor, to which deltas of later versions refer.
         self._anchor: StagedFolder | None = None
 
-    def fetch(self, news: PublishedVersion) -> StagedFolder:
-        """A verified model directory of ``news`` in memory. WeightsError, one line: it cannot be
-        read."""
+    def fetch(self, published: PublishedVersion) -> StagedFolder:
+        """A verified model directory of ``published`` in memory. WeightsError, one line: it cannot
+        be read."""
         try:
-            staged = self._get(news)
-            if self.settings.anchor_every and self._is_anchor(news):
-                self._hold_anchor(self._get(news))
+            staged = self._stage(published)
+            if self.settings.anchor_every and self._is_anchor(published):
+                self._hold_anchor(self._stage(published))
             return staged
         except DeadlineError as error:
             raise WeightsError(str(error)) from error
         except OSError as error:
-            raise WeightsError(f"version {news.version}: {error}") from error
+            raise WeightsError(f"version {published.version}: {error}") from error
 
-    def fetch_in_time(self, news: PublishedVersion) -> StagedFolder:
+    def fetch_in_time(self, published: PublishedVersion) -> StagedFolder:
         """`fetch`, tried again for at most `read_timeout_s`."""
         deadline = time.monotonic() + self.settings.read_timeout_s
         for pause in _pauses():
             try:
-                return self.fetch(news)
+                return self.fetch(published)
             except WeightsError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(pause)
         raise AssertionError("_pauses() does not end")
 
-    def _get(self, news: PublishedVersion) -> StagedFolder:
+    def _stage(self, published: PublishedVersion) -> StagedFolder:
         # The process that pulls has a limit per record. Processes that wait for it need a longer
         # limit.
         patience_s = self.settings.write_timeout_s
-        staged = self.staging.get(news.version, lambda folder: self._pull(news, folder), patience_s)
+        staged = self.staging.get(
+            published.version, lambda folder: self._pull(published, folder), patience_s
+        )
         if self.relay:
             self.relay.settle(staged)
         return staged
 
-    def relay_folders(self, news: PublishedVersion) -> list[Descriptor]:
-        """Folders in which this process forwards ``news``. Other nodes' ranks of its group use
+    def relay_folders(self, published: PublishedVersion) -> list[Descriptor]:
+        """Folders in which this process forwards ``published``. Other nodes' ranks of its group use
         them, because they cannot ask the hub."""
-        return self.relay.folders(news.version) if self.relay else []
+        return self.relay.folders(published.version) if self.relay else []
 
-    def _is_anchor(self, news: PublishedVersion) -> bool:
+    def _is_anchor(self, published: PublishedVersion) -> bool:
         """Whether a version is an anchor; also False if its manifest cannot be read."""
         with contextlib.suppress(WeightsError):
-            manifest = read_manifest(self.run.weights / news.version, news.digest)
-            return manifest.anchor == news.version
+            manifest = read_manifest(self.run.weights / published.version, published.digest)
+            return manifest.anchor == published.version
         return False
 
     def _hold_anchor(self, staged: StagedFolder) -> None:
@@ -100,12 +102,12 @@ class Fetcher:
             self._anchor.release()
         self._anchor = staged
 
-    def _pull(self, news: PublishedVersion, folder: Path) -> None:
+    def _pull(self, published: PublishedVersion, folder: Path) -> None:
         """Create the folder of a version, from memory or else from files."""
         small = copy_small(self.run.model, folder)
-        directory = self.run.weights / news.version
+        directory = self.run.weights / published.version
         try:
-            manifest = read_manifest(directory, news.digest)
+            manifest = read_manifest(directory, published.digest)
             check_small(small, manifest.small, self.run.model)
             # Reuses the memory of an old version, which is faster than new memory.
             self.staging.take_spare(folder / TENSORS)
@@ -121,11 +123,11 @@ class Fetcher:
                     self.puller.pull(manifest, manifest.chunks, file, anchor)
             (folder / MARK).write_bytes(manifest.encode())
         except WeightsError as error:
-            if not news.files:
+            if not published.files:
                 raise
             (folder / TENSORS).unlink(missing_ok=True)
             try:
-                self.puller.bytes[_FILE] += copy_verified(directory, news.files, folder)
+                self.puller.bytes[_FILE] += copy_verified(directory, published.files, folder)
             except WeightsError as file_error:
                 raise WeightsError(f"{file_error}; and from memory: {error}") from error
 
@@ -183,21 +185,21 @@ class Subscriber:
         """The announced version or a newer one. None: none can be read, and the present version
         stays in use."""
         deadline = time.monotonic() + self.fetcher.settings.read_timeout_s
-        news, tried = announced, set()
+        published, tried = announced, set()
         for pause in _pauses():
             try:
-                return news, self.fetcher.fetch(news)
+                return published, self.fetcher.fetch(published)
             except WeightsError as error:
                 reason = error
-            if news not in tried:
+            if published not in tried:
                 print_log_line(f"weights: {reason}; {self.reader} tries again")
-            tried.add(news)
-            candidate = self._next_candidate(news)
+            tried.add(published)
+            candidate = self._next_candidate(published)
             # Every candidate is tried at least once, even if the first try took too long.
             if time.monotonic() > deadline and candidate in tried:
-                self._skip(news, reason)
+                self._skip(published, reason)
                 return None
-            news = candidate
+            published = candidate
             time.sleep(pause)
         raise AssertionError("_pauses() does not end")
 
@@ -213,9 +215,9 @@ class Subscriber:
             return failed
         return newest or failed
 
-    def _skip(self, news: PublishedVersion, reason: WeightsError) -> None:
-        """Note that ``news`` cannot be read, and keep the present version."""
-        self._unreadable = Version.parse(news.version)
+    def _skip(self, published: PublishedVersion, reason: WeightsError) -> None:
+        """Note that ``published`` cannot be read, and keep the present version."""
+        self._unreadable = Version.parse(published.version)
         print_log_line(f"weights: {reason}; {self.reader} continues with {self.serving}")
         self.client.status.note("weights_unreadable", self.reader, "unreadable")
 

@@ -74,7 +74,7 @@ def fail(service: QueueService, request: Request, ticket: int, attempt: int, rea
     is_owner = group.owner == request.owner
     if is_owner and group.attempt == attempt:
         service.record(op="fail", ticket=ticket, reason=reason)
-        spares = choose_spares(state, [ticket], group.last - service.plan.max_staleness)
+        spares = choose_spares(state, [ticket], group.last_step - service.plan.max_staleness)
         if spares:
             service.record(op="bind", spares=spares)
     logs = describe_logs(state, [ticket] if is_owner else [])

@@ -20,18 +20,18 @@ def find_refusals(
     leased = frozenset(held.tickets) if held and held.owner == owner else frozenset()
     refused: dict[int, str] = {}
     for ticket, episodes, _, codes in groups:
-        survive, oldest = state.lineage.origin(tuple(codes))
+        is_in_lineage, oldest = state.lineage.origin(tuple(codes))
         if lease:
-            reason = _refuse_fields(state, ticket, episodes, leased, survive, oldest)
+            reason = _refuse_fields(state, ticket, episodes, leased, is_in_lineage, oldest)
         else:
-            reason = _refuse_rows(state, owner, ticket, episodes, survive, oldest)
+            reason = _refuse_rows(state, owner, ticket, episodes, is_in_lineage, oldest)
         if reason:
             refused[ticket] = reason
     return refused
 
 
 def _refuse_rows(
-    state: QueueState, owner: Owner, ticket: int, episodes: bytes, survive: bool, oldest: int
+    state: QueueState, owner: Owner, ticket: int, episodes: bytes, is_in_lineage: bool, oldest: int
 ) -> str:
     """Reason why generated rows are refused; empty: they are taken."""
     group = state.groups.get(ticket)
@@ -43,10 +43,10 @@ def _refuse_rows(
         return "not_owner"
     if len(episodes) != state.plan.samples_per_prompt or 0 in episodes:
         return "incomplete"
-    if oldest < 0 or not survive:
+    if oldest < 0 or not is_in_lineage:
         return "rolled_back"
     # Step sets rely on the last step that was promised when the ticket was admitted.
-    planned = group.last if state.tasks.in_sets else NO_STEP
+    planned = group.last_step if state.tasks.in_sets else NO_STEP
     late = oldest + state.plan.max_staleness < max(state.plan.step_of(ticket), planned)
     return "stale_version" if late else ""
 
@@ -56,7 +56,7 @@ def _refuse_fields(
     ticket: int,
     episodes: bytes,
     leased: frozenset[int],
-    survive: bool,
+    is_in_lineage: bool,
     oldest: int,
 ) -> str:
     """Reason why fields that a task adds are refused; empty: they are taken."""
@@ -66,7 +66,7 @@ def _refuse_fields(
         return "lease_lost"
     if episodes != state.groups[ticket].episodes:
         return "incomplete"
-    if not survive:
+    if not is_in_lineage:
         return "rolled_back"
     on_policy = state.plan.max_staleness > 0 or oldest < 0 or oldest >= state.plan.step_of(ticket)
     return "" if on_policy else "stale_version"

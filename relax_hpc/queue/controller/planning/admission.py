@@ -28,10 +28,10 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
     tickets = state.tickets
     if state.tasks.in_sets:
         begun = len(tickets.generating) - len(tickets.reissued) + len(tickets.untrained)
-        owed = max(0, plan.prompts_per_step - begun)
-        candidates = tickets.reissued.lowest(min(count, owed) if full else count, end)
-        reissued = _in_time(state, version, candidates)
-        end_of_new = tickets.next + max(0 if full else free_groups, owed - len(reissued))
+        missing_groups = max(0, plan.prompts_per_step - begun)
+        candidates = tickets.reissued.lowest(min(count, missing_groups) if full else count, end)
+        reissued = _still_trainable(state, version, candidates)
+        end_of_new = tickets.next + max(0 if full else free_groups, missing_groups - len(reissued))
     else:
         due = (state.progress.trained_steps + 1) * plan.prompts_per_step
         end = min(end, due) if full else end
@@ -41,26 +41,26 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
     return [*reissued, *new]
 
 
-def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[int]:
-    """The ``tickets``, admitted before, whose tokens of ``version`` can still be trained in time.
+def _still_trainable(state: QueueState, version: Version, tickets: list[int]) -> list[int]:
+    """The ``tickets``, admitted before, whose tokens of ``version`` can still be trained.
 
-    Others may have taken their positions since. New tickets need no check, because the number of
-    tickets before them is limited.
+    Other tickets may now fill the steps in which these could be trained. New tickets need no check,
+    because the number of tickets before them is limited.
     """
     if not tickets or not state.tasks.in_sets:
         return tickets
     positions, last = FreePositions(state, len(tickets)), version.number + state.plan.max_staleness
-    in_time = []
+    trainable = []
     for ticket in tickets:
-        log_last = state.groups[ticket].last
+        log_last = state.groups[ticket].last_step
         if NO_STEP < log_last <= last or positions.move(log_last, last):
-            in_time.append(ticket)
-    return in_time
+            trainable.append(ticket)
+    return trainable
 
 
 def explain_wait(state: QueueState, version: Version | None) -> tuple[str, bool, Cause]:
     """Reason why no ticket is admissible for an engine with ``version``; whether this holds for all
-    engines; and the cause: the actor publishes versions and empties the queue."""
+    engines; and the component that is waited for, here always the actor."""
     plan = state.plan
     if version is None or version not in state.lineage:
         cause = POLICY, "tickets: a version to serve"
@@ -92,7 +92,7 @@ def _explain_version(state: QueueState, version: Version, step: int) -> str:
         allowed = f"allowed weights.publish_lag={plan.publish_lag}"
         return f"serves {version}, {lag} behind the newest, {allowed}"
     reissued = state.tickets.reissued.lowest(1)
-    if reissued and not _in_time(state, version, reissued):
+    if reissued and not _still_trainable(state, version, reissued):
         return f"serves {version}, too old for ticket {reissued[0]}, whose step is near"
     return ""
 

@@ -23,13 +23,13 @@ def find_refusal(state: QueueState, owner: Owner, growth: Growth, spare: bool) -
         log = state.segments.logs.get(ticket, log)
         reason = "" if (log.ticket, log.attempt) == (ticket, attempt) else "duplicate"
         # Step sets rely on the last step that was promised when the ticket was admitted.
-        step = max(state.plan.step_of(ticket), group.last if state.tasks.in_sets else NO_STEP)
+        step = max(state.plan.step_of(ticket), group.last_step if state.tasks.in_sets else NO_STEP)
     else:
         return "not_owner"
     if reason or not log.fits(segments):
         return reason or "gap"
-    survive, oldest = state.lineage.origin(tuple(log.versions.union(versions)))
-    if not survive:
+    is_in_lineage, oldest = state.lineage.origin(tuple(log.versions.union(versions)))
+    if not is_in_lineage:
         return "rolled_back"
     # `oldest` is -1 if no token was sampled.
     return "stale_version" if 0 <= oldest < step - state.plan.max_staleness else ""

@@ -51,8 +51,8 @@ class FreePositions:
         needed = [0] * self._steps
         for ticket in chain(state.tickets.generating, state.tickets.untrained):
             group = groups[ticket]
-            if group.last != NO_STEP and group.position == NO_STEP:
-                needed[self._index(group.last)] += 1
+            if group.last_step != NO_STEP and group.position == NO_STEP:
+                needed[self._index(group.last_step)] += 1
         for position in range(self.first * size, len(order)):
             if order[position] != NO_STEP:
                 needed[self._index(position // size)] += 1
@@ -104,7 +104,7 @@ def next_window(
     if not positions or queue.statuses.count(READY) == 0:
         return (), False
     ready = queue.statuses.each(READY, queue.lowest_ready(), queue.statuses.end)
-    nearest = sorted((groups[ticket].last, ticket) for ticket in ready)
+    nearest = sorted((groups[ticket].last_step, ticket) for ticket in ready)
     taken = []
     for last, ticket in islice(nearest, len(positions)):
         if not window_budget.add(groups[ticket]):
@@ -166,7 +166,7 @@ def straggler(state: QueueState, task: str) -> int:
     statuses, groups = state.tasks[task].statuses, state.groups
     late = []
     for ticket in chain(state.tickets.generating, state.tickets.untrained):
-        last = groups[ticket].last
+        last = groups[ticket].last_step
         if last != NO_STEP and statuses[ticket] < READY:
             late.append((last, ticket))
     return min(late)[1] if late else NO_STEP

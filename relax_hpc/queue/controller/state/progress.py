@@ -355,7 +355,7 @@ def _roll_back(state: QueueState, ticket: int, group: PromptGroup) -> None:
     latest = state.progress.trained_steps + state.plan.max_staleness
     if group.owner and state.plan.step_of(ticket) <= latest:
         # The owner may continue it with the version from which the policy resumed.
-        group.last = min(group.last, latest)
+        group.last_step = min(group.last_step, latest)
     for task in state.plan.trainers:
         if state.tasks[task].statuses[ticket] == DONE:
             _count_as_untrained(state, ticket)

@@ -40,7 +40,7 @@ class PromptGroups(dict[int, PromptGroup]):
         numbers = {part: number for number, part in enumerate(distinct)}
         groups = [
             (
-                (ticket, g.owner, g.attempt, g.filtered, g.last, g.position),
+                (ticket, g.owner, g.attempt, g.filtered, g.last_step, g.position),
                 (g.lengths, g.episodes, list(g.versions), g.media),
                 (g.old_version, [numbers[part] for part in g.parts]),
             )
@@ -55,7 +55,7 @@ class PromptGroups(dict[int, PromptGroup]):
         for head, rows, (old_version, numbers) in values[1]:
             ticket, owner, attempt, filtered, last, position = head
             group = PromptGroup((owner[0], owner[1]) if owner else None, attempt, filtered)
-            group.last, group.position, group.old_version = last, position, old_version
+            group.last_step, group.position, group.old_version = last, position, old_version
             lengths, episodes, versions, media = rows
             if lengths:
                 group.declare(
@@ -102,7 +102,7 @@ def drop(state: QueueState, ticket: int, reason: str) -> None:
 def reissue(state: QueueState, ticket: int) -> None:
     """Allow another admission of ``ticket``, which has no rows and no owner."""
     state.tickets.reissued.add(ticket)
-    state.groups[ticket].last = state.last_step(state.segments.versions(ticket))
+    state.groups[ticket].last_step = state.last_step(state.segments.versions(ticket))
     # A trainer may have waited for this ticket, and need not wait for it any more.
     state.woken |= {ADMISSION, *map(rows_for, state.tasks.in_sets)}
 

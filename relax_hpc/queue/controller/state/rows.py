@@ -83,7 +83,7 @@ def _store(
                 media.get(ticket, b""),
             )
             group.owner = None
-            group.last = state.last_step(versions)
+            group.last_step = state.last_step(versions)
         if scored:
             group.old_version = versions[0]
     for task, queue in state.tasks.items():

@@ -203,7 +203,7 @@ def bind(state: QueueState, spares: Mapping[int, int]) -> None:
     for ticket, spare in spares.items():
         state.segments.logs[ticket] = state.segments.logs.pop(spare)
         last = state.last_step(state.segments.versions(ticket))
-        state.groups[ticket].last = min(state.groups[ticket].last, last)
+        state.groups[ticket].last_step = min(state.groups[ticket].last_step, last)
         state.media.hold(ticket, state.media.media_of(spare))
         state.media.release(spare)
 
@@ -225,7 +225,7 @@ def lose_log(state: QueueState, holder: int, reason: str) -> None:
     if holder < 0:
         state.media.release(holder)
     elif holder in state.tickets.reissued:
-        state.groups[holder].last = NO_STEP
+        state.groups[holder].last_step = NO_STEP
 
 
 def lose_rolled_back(state: QueueState) -> None:

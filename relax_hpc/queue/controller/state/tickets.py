@@ -86,7 +86,7 @@ def admit(
         group = groups.setdefault(ticket, PromptGroup(owner))
         group.owner = owner
         log_last = state.last_step(state.segments.versions(ticket))
-        group.last = last if log_last == NO_STEP else min(last, log_last)
+        group.last_step = last if log_last == NO_STEP else min(last, log_last)
     state.tickets.admit(tickets)
     state.events.add("admitted", tickets, version)
     bind(state, spares or {})

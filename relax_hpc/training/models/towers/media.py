@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.bad_media import Reason, UnusableMedium
 from relax_hpc.data.multimodal.features import raw_features
 from relax_hpc.data.multimodal.medium import Grid, Kind, Medium
 from relax_hpc.data.multimodal.positions import positions
@@ -78,9 +78,8 @@ def media_inputs(
 ) -> MediaInputs:
     """Media behind this rank's tokens, out of ``rows`` in ``layout``.
 
-    Spans of a medium take its tokens in order, and start again after its last token. BadMedium: the
-    spans do not fit their media.
-    """
+    Spans of a medium take its tokens in order, and start again after its last token.
+    UnusableMedium: the spans do not fit their media."""
     # For each token of the pack: its index among the tokens that this rank embeds, or -1.
     local = np.full(layout.total, -1, np.int64)
     embedded = split.embedded_indices(layout)
@@ -94,7 +93,7 @@ def media_inputs(
             if first + length > medium.tokens:
                 where = f"a span of {length} tokens at {span['start']}"
                 limit = f"its {medium.kind} has {medium.tokens} tokens"
-                raise BadMedium(Reason.SPANS, f"{where}: {limit}")
+                raise UnusableMedium(Reason.SPANS, f"{where}: {limit}")
             # 0 after the last token, so that a repeated medium starts again.
             taken[name] = (first + length) % medium.tokens
             targets = local[start + span["start"] :][:length]
@@ -102,7 +101,7 @@ def media_inputs(
                 tower = collected.setdefault(_TOWERS[medium.kind], _CollectedMedia())
                 tower.add_span(name, medium, targets, first)
         if any(taken.values()):
-            raise BadMedium(Reason.SPANS, "the spans do not use all tokens of a medium")
+            raise UnusableMedium(Reason.SPANS, "the spans do not use all tokens of a medium")
     return {name: tower.concat(media.rules, device) for name, tower in collected.items()}
 
 
