@@ -58,6 +58,40 @@ def test_what_follows_from_the_code_is_up_to_date() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def section_rows(page: Path, heading: str) -> list[tuple[str, str]]:
+    """Rows of the table under a heading, without its head."""
+    section = page.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)[1:]
+
+
+def defined_names(path: Path) -> set[str]:
+    """Functions, classes and methods of a file; methods with and without their class."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{getattr(member, 'name', '')}" for member in node.body}
+    return names
+
+
+def test_the_places_to_look_exist() -> None:
+    """A name in an answer is defined in the file before it. An answer has at most two files."""
+    rows = section_rows(ROOT / "docs" / "architecture.md", "Where to look")
+    assert len(rows) == 10
+    missing = []
+    for question, answer in rows:
+        files = list[Path]()
+        for name in re.findall(r"`(.+?)`", answer):
+            if name.endswith(".py"):
+                files.append(ROOT / "relax_hpc" / name)
+                missing += [] if files[-1].is_file() else [name]
+            elif name not in defined_names(files[-1]):
+                missing.append(f"{files[-1].name}: {name}")
+        assert 1 <= len(files) <= 2, question
+    assert not missing
+
+
 def words(heading: str) -> list[tuple[str, str]]:
     """The rows of the glossary's table under a heading."""
     section = (
