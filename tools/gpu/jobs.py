@@ -163,6 +163,51 @@ COMPONENTS: Mapping[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 """Parts of a step measured alone: arguments, those on tiny shapes, expected seconds."""
 
 
+MODELS: Mapping[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "experts": (
+        {"shape": "4 layers of 30B-A3B", "count": 8, "length": 2048},
+        {"shape": "small", "count": 2, "length": 32, "rounds": 1, "widths": [48]},
+        60.0,
+    ),
+    "waits": (
+        {"shape": "0.6B", "actor": OURS["fused"], "count": 2, "length": 1000, "growth": 37},
+        {"shape": "tiny", "length": 64, "growth": 5, "steps": 2},
+        40.0,
+    ),
+    "towers": (
+        {
+            "shape": "Qwen3-VL",
+            "compared": [[1, 16, 24], [1, 32, 32], [1, 24, 16], [1, 20, 20], [4, 16, 16]],
+            "images": [[1, 16, 24], [1, 32, 32], [1, 24, 16], [1, 20, 20]],
+            "short_video": [[16, 28, 28]],
+            "long_video": [[64, 16, 16]],
+            "new_sizes": [[1, 18, 22], [1, 20, 22], [1, 22, 22], [1, 24, 22]],
+        },
+        {
+            "shape": "tiny",
+            "compared": [[1, 4, 6], [2, 4, 4]],
+            "images": [[1, 4, 6], [1, 6, 4]],
+            "short_video": [[2, 4, 4]],
+            "long_video": [[4, 4, 4]],
+            "new_sizes": [[1, 6, 6], [1, 8, 4]],
+            "rounds": 1,
+        },
+        60.0,
+    ),
+    "colocate memory": (
+        {"shape": "1.7B", "actor": OURS["fused"], "count": 1, "length": 2048, "expandable": False},
+        {"shape": "tiny", "length": 64},
+        50.0,
+    ),
+    "colocate memory, expandable": (
+        {"shape": "1.7B", "actor": OURS["fused"], "count": 1, "length": 2048, "expandable": True},
+        {"shape": "tiny", "length": 64},
+        50.0,
+    ),
+}
+"""Parts of a model with a real shape: arguments, those on tiny shapes, expected seconds."""
+
+
 def _component(name: str) -> tuple[str, Job]:
     arguments, small, expected_s = COMPONENTS[name]
     program = name.split(":", maxsplit=1)[0]
@@ -173,6 +218,19 @@ def _component(name: str) -> tuple[str, Job]:
         needs=("triton",) if program == "kernels" else (),
         expected_s=expected_s,
         limit_s=120.0,
+    )
+
+
+def _model(name: str) -> tuple[str, Job]:
+    arguments, small, expected_s = MODELS[name]
+    program = name.split(",", maxsplit=1)[0].replace(" ", "_")
+    return name, Job(
+        program=program,
+        arguments=arguments,
+        small=small,
+        needs=("transformers",) if program == "towers" else ("triton",),
+        expected_s=expected_s,
+        limit_s=240.0,
     )
 
 
@@ -194,9 +252,14 @@ def _jobs() -> Iterator[tuple[str, Job]]:
     yield _peer(small_rows, "transformers")
     yield _ours(long_row, "fused")
     yield "8B, 8 x 16,384: without optimizer", _step(LARGE | {"who": "alone"}, 70.0, 600.0)
+    yield _model("experts")
+    yield _model("waits")
+    yield _model("colocate memory")
+    yield _engine("0")
+    yield _model("towers")
     yield _ours(small_rows, "plain")
     yield _peer(small_rows, "transformers + Liger")
-    yield _engine("0")
+    yield _model("colocate memory, expandable")
     yield "8B, 8 x 16,384: offloaded", _step(LARGE, 150.0, 600.0)
     yield from _copies()
     yield _ours(large_rows, "fused")

@@ -236,6 +236,55 @@ def _components() -> Iterator[Row]:
             yield Row(label, ("attention: speed", "rates"), figure)
 
 
+def _experts() -> Iterator[Row]:
+    yield Row("experts: cases that failed", ("experts",), _figure("failed"), most=0)
+    for width in (48, 40, 768):
+        label = f"grouped experts of width {width}, bfloat16: gradients' error, of float32"
+        figure = _figure(f"width {width} grouped gradient_error")
+        yield Row(label, ("experts",), figure, most=0.03)
+    label = "4 layers of 30B-A3B, 8 x 2,048 tokens: speed of grouped experts, of single ones"
+    figure = _ratio("layers single pass_s", "layers grouped pass_s")
+    yield Row(label, ("experts",), figure, "x", least=1.5)
+    for kind in ("grouped", "single"):
+        label = f"4 layers of 30B-A3B, {kind} experts: memory"
+        yield Row(label, ("experts",), _figure(f"layers {kind} memory_gib"), "GiB", most=40)
+
+
+def _towers() -> Iterator[Row]:
+    label = "vision tower, bfloat16: gradients' error, of float32"
+    yield Row(label, ("towers",), _figure("compared gradient_error"), most=0.05)
+    names = {"images": "4 images", "short video": "32 frames", "long video": "128 frames"}
+    for name, label in names.items():
+        label = f"vision tower of Qwen3-VL, {label}"
+        seconds = f"{label}: forward and backward"
+        yield Row(seconds, ("towers",), _figure(f"{name} pass_s"), "s")
+        figure = _ratio(f"{name} host_s", f"{name} kernels_s")
+        yield Row(f"{label}: host time, of kernels'", ("towers",), figure, "x", most=1.0)
+
+
+def _colocation() -> Iterator[Row]:
+    for job in ("colocate memory", "colocate memory, expandable"):
+        label = "colocated, 1.7B" + job.removeprefix("colocate memory")
+        share = f"{label}: memory given back to the engine, of the trainer's state"
+        yield Row(share, (job,), _figure("given_back_of_state"), least=0.95)
+        yield Row(f"{label}: seconds to leave", (job,), _figure("turn_3_leave_s"), "s")
+        yield Row(f"{label}: seconds to return", (job,), _figure("turn_3_return_s"), "s")
+
+
+def _waits() -> Iterator[Row]:
+    label = "forward and backward: waits of the host for the device"
+    yield Row(label, ("waits",), _figure("waits_in_accumulate"), most=0)
+    label = "optimizer step: waits of the host for the device"
+    yield Row(label, ("waits",), _figure("waits_in_step"))
+    label = "packs of new lengths: kernels compiled again"
+    yield Row(label, ("waits",), _figure("compiled_in_new_lengths"), most=0)
+
+
+def _ratio(numerator: str, denominator: str) -> Callable[[Figures], float]:
+    """The ratio of two figures of a single job."""
+    return lambda figures: float(figures[numerator] / figures[denominator])
+
+
 def _attention_share(name: str, speed: Figures, rates: Figures) -> float:
     return float(speed[name] * 1e12 / rates["matmul_flops"])
 
@@ -260,6 +309,10 @@ def _ending_with(suffix: str, figures: Figures) -> list[float]:
 
 def _table() -> Iterator[Row]:
     yield from _components()
+    yield from _experts()
+    yield from _waits()
+    yield from _towers()
+    yield from _colocation()
     yield from _short_rows("0.6B, 8 x 2,048", 0.45, 1.9, 1.05)
     yield from _short_rows("1.7B, 8 x 2,048", 0.5, 1.4, 1.05)
     yield from _long_row()
