@@ -3,6 +3,7 @@
 # The most valuable figure is measured first. Each has a process and a deadline of its own; one that needs more memory
 # than there is becomes a line that says so. Nothing is installed on the machine: the check takes the Python that is there
 # (RELAX_PYTHON, otherwise python3) with its own torch, and names what is missing.
+# RELAX_CHECK_LOG=FILE keeps the output of jobs that failed.
 # Exit code: 1 if a test or a figure of this code failed, 78 if too little is there to begin.
 #
 #   tools/gpu/check.sh                       # everything, about an hour
@@ -30,7 +31,7 @@ while [[ $# -gt 0 ]]; do
             ;;
         --seconds) seconds=${2:?--seconds: give a number} && shift ;;
         --wheels) wheels=${2:?--wheels: name a folder} && shift ;;
-        *) sed -n '2,16s/^# \{0,1\}//p' "$0" && exit 78 ;;
+        *) sed -n '2,17s/^# \{0,1\}//p' "$0" && exit 78 ;;
     esac
     shift
 done

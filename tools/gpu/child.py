@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+LOG_VARIABLE = "RELAX_CHECK_LOG"
+"""Environment variable that names a file to which the output of failed programs is added."""
 _OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError", "Cannot allocate memory")
 _ERROR_CHARACTERS = 160
 
@@ -71,8 +73,13 @@ def ask(
             output, errors = process.communicate()
     if late:
         error = {"error": f"FAILED: not done in {limit_s:g} s", "memory": False}
-        return last_report(output) | error
-    return read(output, errors, process.returncode)
+        figures = last_report(output) | error
+    else:
+        figures = read(output, errors, process.returncode)
+    if "error" in figures and LOG_VARIABLE in os.environ:
+        with Path(os.environ[LOG_VARIABLE]).open("a") as log:
+            log.write(f"== {program} {json.dumps(arguments)}\n{output}\n{errors}\n")
+    return figures
 
 
 def read(output: str, errors: str, code: int) -> dict[str, Any]:
