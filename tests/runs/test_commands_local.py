@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ import relax_hpc
 from relax_hpc.base.errors import EXIT_CONFIG
 from relax_hpc.base.metrics.read import read_metrics
 from relax_hpc.base.protocol import PROTOCOL
+from relax_hpc.ops.observe.status import status
 from tests.helpers.audit import audit
 from tests.helpers.run_helpers import Running, merged, running
 from tests.helpers.stray_files import scatter
@@ -44,11 +46,12 @@ HOTTER = merged(SETTINGS, {"rollout": {"temperature": 0.9}})
 
 
 def upgraded(folder: Path, protocol: int = PROTOCOL) -> Path:
-    """A copy of the package that speaks ``protocol``, and reports one metric more."""
+    """A copy of the package that speaks ``protocol``, and reports one metric more.
+
+    Compiled modules are copied too: files keep their times, so only what is changed is compiled.
+    """
     package = folder / "relax_hpc"
-    shutil.copytree(
-        Path(relax_hpc.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(Path(relax_hpc.__file__).parent, package)
     replace(package / "base/protocol.py", f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {protocol}\n")
     replace(
         package / "queue/process_context.py",
@@ -75,6 +78,12 @@ def ask(live: Running, verb: str, *words: str, code: int = 0) -> subprocess.Comp
 def call(live: Running, verb: str, *words: str, code: int = 0) -> str:
     """What a command about the run prints; it ends with ``code``."""
     return ask(live, verb, *words, code=code).stdout
+
+
+def served(live: Running) -> dict[str, Any]:
+    """Weights that each replica serves. Waits look at it in this process: a command would take the
+    processors from what they wait for."""
+    return (status(live.run)["weights"] or {}).get("served", {})
 
 
 def listens_at(process: psutil.Process) -> list[str]:
@@ -124,7 +133,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         )
         call(live, "scale", "--without", "1")
         live.wait_until(
-            lambda: json.loads(call(live, "status", "--json"))["without"] == {"rollout/1": "left"},
+            lambda: status(live.run)["without"] == {"rollout/1": "left"},
             "left",
             30,
         )
@@ -160,7 +169,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         call(live, "scale", "--replicas", "2")
         puts = "rollout-2 generates"
         live.wait_until(
-            lambda: json.loads(call(live, "status", "--json"))["groups"]["rollout-2"]["puts"],
+            lambda: status(live.run)["groups"]["rollout-2"]["puts"],
             puts,
             60,
         )
@@ -194,15 +203,12 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         assert_over(live, "stopped", 130)
     aside = merged(HOTTER, {"rollout": {"without": ["rollout/0"]}})
     with running(tmp_path, aside, None, "--resume", "--steps", "100000") as live:
-        served = lambda: (json.loads(call(live, "status", "--json"))["weights"] or {}).get(  # noqa: E731
-            "served", {}
-        )
         live.wait_until(lambda: live.processes("actor_fwd"), "all groups have begun", 60)
-        live.wait_until(lambda: "rollout/1" in served(), "one serves", 60)
-        assert "rollout/0" not in served()
+        live.wait_until(lambda: "rollout/1" in served(live), "one serves", 60)
+        assert "rollout/0" not in served(live)
         call(live, "scale", "--without", "")
         live.wait_until(
-            lambda: {"rollout/0", "rollout/1"} <= served().keys(), "the other is back", 60
+            lambda: {"rollout/0", "rollout/1"} <= served(live).keys(), "the other is back", 60
         )
         live.process.kill()
         live.process.wait(60)
