@@ -58,7 +58,8 @@ SMALL: dict[str, Any] = {
     "actor": {"optimizer": {"lr": 1e-3}},
     "queue": {"keep_steps": 1000, "wait_timeout_s": 120.0},
     "eval": {"every": 0},
-    "liveness": {"stop_timeout_s": 5.0},
+    # A run of over a minute would start, and import libraries in, a second process for each role.
+    "liveness": {"stop_timeout_s": 5.0, "start_ahead_s": 0.0},
     "groups": {"actor_fwd": {}},
 }
 """Overrides of a run that takes seconds and can be reproduced bit for bit; its shards are never

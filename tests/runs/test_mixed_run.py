@@ -37,9 +37,12 @@ SHORTER = {
     "steps": STEPS,
     "prompts_per_step": effort(16, 32),
     "data": {"task": "tests.runs.mixed_task:Mixed"},
+    # Only a model that is to learn needs to know the answers a little.
+    "warm_start": {"steps": effort(4, 60), "batch_size": effort(32, 128)},
     "actor": {"optimizer": {"warmup_steps": 3, "final_lr_share": 1.0}, "parallel": {"data": 2}},
     "queue": {"keep_steps": 1000},
     "checkpoint": {"every": STEPS},
+    "liveness": {"start_ahead_s": 0.0},
     "eval": {"every": STEPS, "samples": effort(24, 96)},
 }
 RUN_S = 900.0

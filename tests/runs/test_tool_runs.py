@@ -33,6 +33,7 @@ SHORTER = {
     "actor": {"optimizer": {"warmup_steps": 2}},
     "queue": {"keep_steps": 1000},
     "checkpoint": {"every": STEPS},
+    "liveness": {"start_ahead_s": 0.0},
     "eval": {"every": STEPS, "samples": effort(16, 64)},
 }
 RUN_S = 900.0
