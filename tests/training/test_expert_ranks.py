@@ -78,14 +78,18 @@ OF_FOUR: Layouts = {
     },
 }
 DAILY = (
+    "over data ranks, sharded",
+    "over tensor ranks",
+    "over context ranks",
+    "cut by tensor ranks",
     "over half of the data ranks",
-    "over tensor ranks of two replicas",
     "of two stages, over tensor ranks",
     "over context and data ranks",
 )
-"""Layouts of four ranks in every test run. Each way to split is in one of them."""
+"""Layouts in every test run. Each way to split is in one of them."""
 if not effort(0, 1):
-    OF_FOUR = {name: OF_FOUR[name] for name in DAILY}
+    OF_TWO = {name: layout for name, layout in OF_TWO.items() if name in DAILY}
+    OF_FOUR = {name: layout for name, layout in OF_FOUR.items() if name in DAILY}
 WORLDS = ((2, OF_TWO), (4, OF_FOUR))
 WHOLE = [*OF_TWO, *OF_FOUR] if effort(0, 1) else ["over data ranks, sharded"]
 """What differs from one layout of experts to the next is in the steps of all; the rest is as

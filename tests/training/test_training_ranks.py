@@ -69,7 +69,7 @@ OF_FOUR: Layouts = {
     },
 }
 """The same of four."""
-DAILY = ("context and tensor", "data and pipeline", "tensor over heads", "one head, context")
+DAILY = ("data and pipeline", "tensor over heads", "one head, context")
 """Layouts of four ranks in every test run. Each way to split is in one of them."""
 if not effort(0, 1):
     OF_FOUR = {name: OF_FOUR[name] for name in DAILY}
