@@ -16,8 +16,10 @@ bash env/setup.sh dev
 installed=$SECONDS
 VENV=$(realpath -m "${RELAX_VENV:-.venv}")
 export PATH="$VENV/bin:$PATH"
-# Tests start a thousand processes, which read this where the environment forbids them to write it.
-python -m compileall -q relax_hpc tests || true
+# Tests start a thousand processes, which read compiled modules. Each worker of pytest rewrites the assertions of all test
+# files, which takes 4 CPU seconds, unless an earlier session could keep them.
+unset PYTHONDONTWRITEBYTECODE
+python -m compileall -q relax_hpc examples tests || true
 INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib,pyarrow,math_verify,triton,gymnasium,datasets,qwen_vl_utils
 # The Slurm that setup.sh installs on a Debian machine.
 if dpkg-query -W -f='${Version}' slurm-wlm munge >/dev/null 2>&1 && command -v sinfo >/dev/null; then
