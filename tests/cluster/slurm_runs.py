@@ -89,9 +89,9 @@ GROUPS = {
 }
 START_S = 180.0
 """Patience of a wait that takes seconds, as a busy machine may stand still for a minute."""
-PACE_S = 0.6
-"""A response of the simulated engine: so slow that a run which is only watched leaves the
-processors to who starts."""
+PACE_S = 1.0
+"""Seconds of a response of the simulated engine. A step takes 0.16 CPU seconds, so a run that is
+only watched leaves the processors to starting processes."""
 ENDLESS = 2000
 """More steps than a test has time for; `SlurmRun.finish_soon` ends such a run."""
 ENGINE_START_S = 180.0

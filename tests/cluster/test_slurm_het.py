@@ -138,7 +138,10 @@ def test_the_supervisor_stops_for_longer_than_its_lease(live: SlurmRun) -> None:
         )
 
 
-@pytest.mark.parametrize(("group", "rank"), [("rollout", 1), ("actor", 0), ("actor_fwd", 0)])
+@pytest.mark.parametrize(
+    ("group", "rank"),
+    [pytest.param("rollout", 1, marks=in_all), ("actor", 0), ("actor_fwd", 0)],
+)
 def test_a_node_loses_power(live: SlurmRun, group: str, rank: int) -> None:
     """The group goes on in a job of its own."""
     job, node = live.job(group), live.nodes_of(group)[rank]
