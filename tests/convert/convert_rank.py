@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import load_module
+from relax_hpc.examples.model_family import BiasedDecoder
 from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.training import parallel
 from relax_hpc.training.checkpoint.strategy import StateWriter
@@ -24,7 +25,6 @@ from relax_hpc.training.models.families import FAMILIES, spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.qwen3 import Qwen3
 from relax_hpc.training.models.spec import ModelSpec
-from tests.convert.biased_family import Qwen2
 
 SPLITS = {
     "tensor": ParallelConfig(tensor=2, sequence_parallel=True),
@@ -47,7 +47,7 @@ CASES = [
 def main() -> None:
     file, world, rank, folder = sys.argv[1:]
     torch.set_num_threads(1)
-    FAMILIES["qwen2"] = Qwen2
+    FAMILIES["qwen2"] = BiasedDecoder
     store = dist.FileStore(file, int(world))
     parallel.initialize(
         ParallelConfig(data=2), int(rank), int(world), int(rank), store, "cpu", 0, 60.0

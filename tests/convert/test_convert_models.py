@@ -18,13 +18,13 @@ from relax_hpc.convert import verify
 from relax_hpc.convert.hf_tensors import HfTensors
 from relax_hpc.convert.to_hf import MegatronTensors
 from relax_hpc.convert.torch_dist import StoredState
+from relax_hpc.examples.model_family import BiasedDecoder
 from relax_hpc.training.checkpoint import store
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.families import FAMILIES, spec_from_config
 from relax_hpc.training.models.hf_files import SafetensorFiles, read_config
-from tests.convert.biased_family import BIASED, Qwen2
 from tests.convert.convert_rank import CASES
-from tests.helpers.convert_helpers import DENSE, LLAMA, MIXED, content, model, to
+from tests.helpers.convert_helpers import BIASED, DENSE, LLAMA, MIXED, content, model, to
 from tests.helpers.media_helpers import QWEN3_VL, QWEN3_VL_MOE, SPEAKING
 from tests.helpers.training_helpers import (  # noqa: F401
     batch,
@@ -112,7 +112,7 @@ def saved(directory: Path, config: dict) -> torch.nn.Module:
 def test_any_split_loads_it_and_any_split_can_be_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(FAMILIES, "qwen2", Qwen2)
+    monkeypatch.setitem(FAMILIES, "qwen2", BiasedDecoder)
     tokens = torch.arange(8)[None]
     configs = {
         "dense": DENSE,

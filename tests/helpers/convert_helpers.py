@@ -41,6 +41,11 @@ DENSE = {
     "attention_bias": False,
     "torch_dtype": "float32",
 }
+BIASED = {key: value for key, value in DENSE.items() if key != "attention_bias"} | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+}
+"""Of the family that examples/model_family.py adds."""
 MIXED = DENSE | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

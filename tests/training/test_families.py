@@ -12,6 +12,7 @@ import pytest
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.transformers_hook import install_transformers_hook
+from relax_hpc.training.models import families
 from relax_hpc.training.models.families import (
     FAMILIES,
     HARMLESS,
@@ -321,7 +322,10 @@ REFUSED = [
         {"architectures": ["Qwen3ForSequenceClassification"]},
         "architectures is ['Qwen3ForSequenceClassification']",
     ),
-    ({"model_type": "qwen2"}, "model_type is 'qwen2', supported to train: qwen3, qwen3_moe, llama"),
+    (
+        {"model_type": "no_family"},
+        "model_type is 'no_family', supported to train: qwen3, qwen3_moe, llama",
+    ),
     ({"model_type": None}, "model_type is missing"),
     ({"vocab_size": 10**400}, "supported is a positive integer, at most 2147483647"),
     (
@@ -382,6 +386,14 @@ def test_transformers_takes_type_for_rope_type():
     written = Qwen3Config(**QWEN3_8B | {"rope_scaling": {"type": "yarn", **YARN}}).to_dict()
     assert written["rope_parameters"]["rope_type"] == "yarn"
     assert any("rope_parameters.rope_type is 'yarn'" in line for line in config_problems(written))
+
+
+def test_an_entry_may_be_the_import_path_of_a_class() -> None:
+    """So that a family of another package needs one line."""
+    family = families._load_family("relax_hpc.examples.model_family:BiasedDecoder")
+    assert family.model_type == "qwen2" and families._load_family(family) is family
+    with pytest.raises(ConfigError, match=r"^FAMILIES: 'no_module:Family': importing 'no_module'"):
+        families._load_family("no_module:Family")
 
 
 def test_every_rule_is_of_a_key_that_is_used():

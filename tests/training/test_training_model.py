@@ -17,13 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import hf_logits
+from relax_hpc.examples.model_family import BiasedDecoder
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.batches import collate
-from relax_hpc.training.models.families import spec_from_config
+from relax_hpc.training.models.families import FAMILIES, spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.megatron import transformer_config
 from relax_hpc.training.models.qwen3 import Qwen3
-from tests.helpers.convert_helpers import DENSE, LLAMA, MIXED, model
+from tests.helpers.convert_helpers import BIASED, DENSE, LLAMA, MIXED, model
 from tests.helpers.training_helpers import (  # noqa: F401
     CLOSE,
     batch,
@@ -72,9 +73,14 @@ def test_logprobs_match_transformers(tmp_path: Path, tied: bool):
     assert theirs.std() > 0.5
 
 
-@pytest.mark.parametrize("config", [DENSE, LLAMA, MIXED], ids=["qwen3", "llama", "qwen3_moe"])
-def test_every_family_has_the_logits_of_transformers(tmp_path: Path, config: dict):
+@pytest.mark.parametrize(
+    "config", [DENSE, LLAMA, MIXED, BIASED], ids=["qwen3", "llama", "qwen3_moe", "example"]
+)
+def test_every_family_has_the_logits_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict
+):
     """In float32, as far as sums in another order go; and its weights come back as they were."""
+    monkeypatch.setitem(FAMILIES, "qwen2", BiasedDecoder)
     directory = model(tmp_path / "hf", config)
     ours = policy(directory)
     tokens = [(7 * number) % config["vocab_size"] for number in range(24)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import read_json_object
+from relax_hpc.base.plugins import load_plugin
 from relax_hpc.base.routes import RouteShape
 from relax_hpc.base.terminal_text import escape_line
 from relax_hpc.training.models.llama import Llama
@@ -29,7 +30,7 @@ from relax_hpc.training.models.spec import ModelSpec, Use
 if TYPE_CHECKING:
     from relax_hpc.config.schema import ModelConfig
 
-_FAMILIES: tuple[type[ModelSpec], ...] = (
+_FAMILIES: tuple[type[ModelSpec] | str, ...] = (
     Qwen3,
     Qwen3Moe,
     Llama,
@@ -38,9 +39,21 @@ _FAMILIES: tuple[type[ModelSpec], ...] = (
     Qwen3OmniMoe,
     Qwen3OmniMoeThinker,
 )
-FAMILIES = {family.model_type: family for family in _FAMILIES}
-"""Families by `model_type`. To add one, write a class in a new file and add its name here;
-docs/reference/towers.md describes the work for Qwen3.5."""
+"""Classes of families, or their import paths as `package.module:Class`. To add one, write a class
+in a file of any package, and add its import path here. docs/reference/towers.md describes the work
+for Qwen3.5."""
+
+
+def _load_family(family: type[ModelSpec] | str) -> type[ModelSpec]:
+    """The class of ``family``, which may be an import path. ConfigError: it cannot be imported."""
+    if isinstance(family, str):
+        # The name of an entry in a table, because commands that only read runs must import it too.
+        return load_plugin("FAMILIES", "family", {"family": family})
+    return family
+
+
+FAMILIES = {family.model_type: family for family in map(_load_family, _FAMILIES)}
+"""Families by `model_type`."""
 _OVERRULES: dict[Use, str] = {"train": "model.ignore_keys", "convert": "--ignore-keys"}
 
 # Reason why no trained value depends on some keys -> those keys.
