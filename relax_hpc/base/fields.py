@@ -1,8 +1,8 @@
 """Fields that a row carries between the roles. Each is declared here once, with its producer.
 
 The queue's plan, records, files and exports, the batches of the trainer and of the loss, and the
-table in docs/reference/fields.md derive from this table. Fields of a user's engine are added when a
-configuration names the engine.
+table in docs/reference/fields.md derive from this table. Two other places add fields: an entry of
+`relax_hpc.config.roles.ROLES` for its role, and a user's engine when a configuration names it.
 
 To add a field, add one line here. A field without `optional` is required in every row. Then supply
 its values where ``by`` says:
@@ -233,6 +233,23 @@ def declare_fields(where: str, specs: Iterable[FieldSpec]) -> None:
         FIELDS[new.name] = new
 
 
+def declare_role_fields(role: str, specs: Iterable[FieldSpec]) -> None:
+    """Add the fields that the entry of ``role`` in `relax_hpc.config.roles.ROLES` declares.
+
+    ``role`` becomes their producer. ConfigError: another field has the name.
+    """
+    for spec in specs:
+        new = replace(spec, by=role)
+        existing = FIELDS.get(new.name, new)
+        if existing != new:
+            raise ConfigError(
+                f"relax_hpc.config.roles: found field {new.name} of role {role}, which is also "
+                f"{existing} of {existing.by or 'the queue'}, allowed: a name that no other field "
+                "has; rename it"
+            )
+        FIELDS[new.name] = new
+
+
 def fields_by(role: str, optional: bool = False) -> tuple[str, ...]:
     """Names of the fields that ``role`` adds to every row; ``optional``: that it adds to some rows.
 
@@ -265,13 +282,16 @@ def roles_for(fields: Iterable[str]) -> set[str]:
 
 
 def as_markdown() -> Iterator[str]:
-    """Lines of the table in docs/reference/fields.md."""
+    """Lines of the table in docs/reference/fields.md: the fields of this module.
+
+    Fields that entries of roles or engines declare are not part of it.
+    """
     yield "| field | kind | values | by | in the loss | meaning |"
     yield "|---|---|---|---|---|---|"
-    for name, spec in {**FIELDS, ROUTES.name: ROUTES}.items():
+    for spec in (*_TABLE, ROUTES):
         by = f"{spec.by}, may lack" if spec.optional else spec.by or "the queue"
         meaning = f"{spec.meaning} ({spec.unit})" if spec.unit else spec.meaning
         yield (
-            f"| `{name}` | {spec.kind} | {spec} | {by} | {'yes' if spec.loss else ''} | "
+            f"| `{spec.name}` | {spec.kind} | {spec} | {by} | {'yes' if spec.loss else ''} | "
             f"{meaning.replace('|', '/')} |"
         )

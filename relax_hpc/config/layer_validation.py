@@ -41,6 +41,8 @@ REMOVED = {
 """Keys of earlier releases that configurations of existing runs may contain, with the remedy."""
 BECAME_SECTIONS = {"algorithm.correction": "algorithm.correction.kind"}
 """Keys that had one value and are sections now, with the present key of the value."""
+_ROLE_KEY = re.compile(r"groups\.[^.]+\.roles\[\d+\]")
+_NEW_ROLE = "; a new role is an entry of ROLES in relax_hpc/config/roles.py, under a short name"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _NO_BOUNDS: Mapping[str, Any] = MappingProxyType({})
@@ -92,7 +94,10 @@ class Cleaner:
             if type(value) is str and value in allowed:
                 return value
             listed = ", ".join(map(repr, allowed))
-            return self._wrong(key, value, listed, near(str(value), allowed))
+            hint = near(str(value), allowed)
+            if not hint and _ROLE_KEY.fullmatch(key):
+                hint = _NEW_ROLE
+            return self._wrong(key, value, listed, hint)
         # A user's class may have types that the schema does not use.
         if hint not in _KINDS:
             return self._plain(value, key)

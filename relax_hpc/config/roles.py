@@ -1,11 +1,14 @@
 """The roles, in the order in which reports list them.
 
-A new role is an entry here, a section of the configuration if it has settings, and its module.
+A new role is an entry here, a section of the configuration if it has settings, and its module. The
+module may be in any package that all processes of a run can import.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from relax_hpc.base.fields import FieldSpec, declare_role_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +25,11 @@ class Role:
     finishes_first: bool = False
     """Whether it finishes its current work when it is asked to stop."""
     needs: tuple[str, ...] = ()
-    """Fields of rows that it requires. The fields that it gives are declared in
-    `relax_hpc.base.fields`."""
+    """Fields of rows that it requires."""
+    fields: tuple[FieldSpec, ...] = ()
+    """Fields that it gives to rows, unless the table of `relax_hpc.base.fields` has them. The name
+    of the role becomes their producer. A role that does not train can claim rows only if it gives
+    a field that is not optional."""
     trains: bool = False
     """Whether it learns from rows and writes checkpoints. A step is trained when all such roles of
     a run have trained it."""
@@ -78,6 +84,8 @@ ROLES = {
     ),
     "advantages": Role("relax_hpc.roles.advantages", needs=("reward",), on_cpus=True),
 }
+for _name, _role in ROLES.items():
+    declare_role_fields(_name, _role.fields)
 MAKERS = ("rollout", "data")
 """Roles that create rows. A run has one of them: engines generate rows, or files contain them."""
 FOR_GENERATED_ROWS = ("rollout", "actor_fwd", "advantages")

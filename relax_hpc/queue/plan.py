@@ -3,6 +3,7 @@ with the fields that they need."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -17,8 +18,6 @@ is supervisor-<group>."""
 GENERATED = fields_by("rollout")
 UNSCORED = tuple(name for name in GENERATED if name != "reward")
 """Fields of segments: rewards are known only when a prompt group is complete."""
-NEEDED = tuple(field for field in GENERATED if any(field in role.needs for role in ROLES.values()))
-"""Generated fields that roles cannot work without."""
 _STEPS_AHEAD = 3
 """Steps whose rows may be read from files before they are trained."""
 
@@ -58,6 +57,8 @@ class Plan:
     step."""
     trainers: dict[str, str]
     """Roles that train, and the group of each."""
+    needed: tuple[str, ...]
+    """Generated fields that every prompt group must have, because roles of this run need them."""
     groups: frozenset[str]
     """Configured groups. Leases and tickets of other groups, from before a change, are taken
     back."""
@@ -90,6 +91,7 @@ class Plan:
             max_bytes=config.queue.max_bytes,
             max_rows=config.queue.max_rows,
             trainers=trainers,
+            needed=_needed_fields(config, trainers),
             groups=frozenset(config.groups),
             publish_lag=config.weights.publish_lag,
             colocated=trainers[POLICY] if config.colocate else "",
@@ -140,6 +142,19 @@ class Plan:
         )
 
 
+def _roles_in_groups(config: Config) -> set[str]:
+    """Roles that are in a group of the run."""
+    return set(chain.from_iterable(group.roles for group in config.groups.values()))
+
+
+def _needed_fields(config: Config, trainers: Iterable[str]) -> tuple[str, ...]:
+    """Generated fields that the run's roles require; see `Plan.needed`."""
+    needed: set[str] = set()
+    for name in _roles_in_groups(config).union(config.actor.forward, trainers):
+        needed.update(ROLES[name].needs)
+    return tuple(field for field in GENERATED if field in needed)
+
+
 def _tasks(config: Config, trainers: dict[str, str]) -> dict[str, Task]:
     """All tasks by name; see `Plan.tasks`."""
     in_order, algorithm = config.max_staleness == 0, config.algorithm
@@ -148,7 +163,7 @@ def _tasks(config: Config, trainers: dict[str, str]) -> dict[str, Task]:
         gives = fields_by(name)
         if gives and name not in MAKERS and not role.trains:
             tasks[name] = Task(role.needs, gives, in_order)
-    active = set(chain.from_iterable(group.roles for group in config.groups.values()))
+    active = _roles_in_groups(config)
     scores = {ROLES[name].scores: name for name in active if ROLES[name].scores}
     for task, name in scores.items():
         tasks[task] = Task(ROLES[name].needs, fields_by(name), in_order)

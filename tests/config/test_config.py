@@ -100,6 +100,13 @@ WRONG = [
         "groups: {hub: {roles: [advantage]}}",
         ["groups.hub.roles[0]: found 'advantage'", "did you mean advantages?"],
     ),
+    (
+        "groups: {watch: {roles: ['my_roles:ROLE']}}",
+        [
+            "groups.watch.roles[0]: found 'my_roles:ROLE'",
+            "a new role is an entry of ROLES in relax_hpc/config/roles.py",
+        ],
+    ),
     ("groups: {hub: {role: []}}", ["groups.hub.role: unknown key", "did you mean roles?"]),
     ("groups: {hub: {roles: actor}}", ["groups.hub.roles: found 'actor'", "a list"]),
     ("groups: {../x: {}}", ["groups: found '../x'", "letters, digits"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from relax_hpc.base.fields import FIELDS, FieldSpec
 from relax_hpc.config import load
+from relax_hpc.config.roles import ROLES, Role
+from relax_hpc.config.schema import GroupConfig
 from relax_hpc.ops.checks.settings import check
 from relax_hpc.tasks import Task
 from tests.helpers.run_helpers import QUICKSTART
@@ -534,6 +537,23 @@ def test_engines_that_take_turns_with_the_actor_all_serve(tmp_path: Path) -> Non
         finding.startswith("rollout.without: found rollout/1 with colocate, allowed: none")
         for finding in findings
     )
+
+
+def test_a_role_that_claims_rows_gives_a_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue has a task only for a role with a field. A role without `needs` claims nothing."""
+    config = load([QUICKSTART], {"run_dir": str(tmp_path / "run")})
+    config.groups["watch"] = GroupConfig(roles=["watch"])
+    monkeypatch.setitem(ROLES, "watch", Role("watch"))
+    assert check(config) == []
+    monkeypatch.setitem(ROLES, "watch", Role("watch", needs=("reward",)))
+    assert [finding for finding in check(config) if "found watch, which needs reward" in finding]
+    spec = FieldSpec("watched", "row", "int8", "1: seen", by="watch")
+    monkeypatch.setitem(FIELDS, "watched", replace(spec, optional=True))
+    assert len(check(config)) == 1
+    monkeypatch.setitem(FIELDS, "watched", spec)
+    assert check(config) == []
 
 
 def test_who_trains_gives_no_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

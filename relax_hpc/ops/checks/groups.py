@@ -122,6 +122,7 @@ def check_fields(config: Config) -> Iterator[str]:
                 "allowed: one of both, because rows that it claims count as trained; let a role "
                 "that does not train produce them"
             )
+    yield from _check_claimants(config)
     algorithm = config.algorithm
     if "critic" in trainers and "returns" not in algorithm.gives:
         yield (
@@ -137,6 +138,21 @@ def check_fields(config: Config) -> Iterator[str]:
     # `check_groups` reports the roles of these two.
     for field in set(algorithm.loss_needs()) - {"old_logprobs", "ref_logprobs"}:
         yield from _check_producer(config, field, roles.union(config.actor.forward), "")
+
+
+def _check_claimants(config: Config) -> Iterator[str]:
+    """Check that each role that needs fields can claim rows: the queue has no task for a role that
+    neither trains nor gives a field."""
+    for group_name, group in config.groups.items():
+        for name in group.roles:
+            role = ROLES[name]
+            if role.needs and not role.trains and not fields_by(name):
+                yield (
+                    f"groups.{group_name}.roles: found {name}, which needs {', '.join(role.needs)} "
+                    "and gives no field, allowed: a role that gives every row a field, because "
+                    "the queue has no rows to claim for others; add a field that is not optional "
+                    f"to `fields` of {name} in relax_hpc.config.roles.ROLES"
+                )
 
 
 def _check_producer(config: Config, field: str, roles: set[str], reason: str) -> Iterator[str]:

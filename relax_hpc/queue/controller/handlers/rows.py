@@ -9,7 +9,6 @@ from relax_hpc.queue.controller.handlers.media import check_extras, without_medi
 from relax_hpc.queue.controller.messages import Refused, Request, check_size, parse_groups
 from relax_hpc.queue.controller.planning.acceptance import find_refusals
 from relax_hpc.queue.controller.registry import handles
-from relax_hpc.queue.plan import NEEDED
 from relax_hpc.queue.records import Owner
 from relax_hpc.queue.storage.shard import SHARD_NAME, check_name
 
@@ -80,7 +79,7 @@ def _check_fields(plan: Plan, fields: list[str], lease: int, task: str) -> None:
     lease, or without a field that the task adds."""
     if ("token_ids" in fields) == bool(lease):
         raise Refused("refused", f"put: {fields} {'with' if lease else 'without'} a lease")
-    needed: tuple[str, ...] = NEEDED
+    needed = plan.needed
     if lease:
         needed = plan.tasks[task].gives if task else ()
     if (task and not needed) or not set(needed).issubset(fields):
