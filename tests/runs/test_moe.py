@@ -21,7 +21,8 @@ pytestmark = pytest.mark.run
 
 MOE = QUICKSTART.with_name("moe.yaml")
 SHORTER = {
-    "steps": 8,
+    "steps": 4,
+    "prompts_per_step": 16,
     "warm_start": {"steps": 8},
     "actor": {"optimizer": {"warmup_steps": 2}},
     "eval": {"every": 0},
