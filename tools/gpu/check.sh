@@ -31,7 +31,7 @@ while [[ $# -gt 0 ]]; do
             ;;
         --seconds) seconds=${2:?--seconds: give a number} && shift ;;
         --wheels) wheels=${2:?--wheels: name a folder} && shift ;;
-        *) sed -n '2,17s/^# \{0,1\}//p' "$0" && exit 78 ;;
+        *) sed -n '2,15s/^# \{0,1\}//p' "$0" && exit 78 ;;
     esac
     shift
 done
