@@ -8,10 +8,14 @@ To add a field, add one line here. A field without `optional` is required in eve
 its values where ``by`` says:
 
 - rollout: fill it in rollout/rows.py, a token field in `_columns`, others in `rows_of`. Values that
-  an engine returns (`Generation.extras`) are copied there by `_extras`.
+  an engine returns (`Generation.extras`) are copied there by `_extras`; such a field must be
+  `optional`, because responses that a resumed rollout continues lack it. A required field must also
+  be filled in roles/data.py:rows_of, for `sft` and `dpo`.
 - advantages: return it in the algorithm's `given`, and name it in `gives`.
 - actor_fwd, reference, teacher: extend roles/forward.py:_put, which writes the first field of the
-  role, the version, and the teacher's most likely tokens.
+  role, the version, and the teacher's most likely tokens. With `actor.forward`, the same is done in
+  roles/inner_forward.py:score.
+- critic: extend roles/critic.py:_put.
 
 Then replace the table in docs/reference/fields.md by the lines of `as_markdown`, as
 tests/base/test_fields.py checks.

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-_MISSING = re.compile(r"ModuleNotFoundError: No module named '((?!relax_hpc|tests)[\w.]+)'")
+_MISSING = re.compile(
+    r"ModuleNotFoundError: No module named '((?!relax_hpc|tests)[\w.]+)'"
+    r"|PackageNotFoundError: No package metadata was found for ([\w.-]+)"
+)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -18,6 +21,6 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     if report.failed and (found := _MISSING.search(str(report.longrepr))):
         report.outcome, report.longrepr = (
             "skipped",
-            (str(collector.path), 0, f"Skipped: needs package {found[1]}"),
+            (str(collector.path), 0, f"Skipped: needs package {found[1] or found[2]}"),
         )
     return report

@@ -1,6 +1,8 @@
-"""Reasons why a medium cannot be used.
+"""Reasons why a medium of a prompt cannot be used. The media store adds `media_too_large`, and the
+queue `media_missing`.
 
-When the prompt file is indexed, a row with such a medium is left out and counted under the reason.
+When the prompt file is indexed, the headers of media are read; a row with such a medium is left out
+and counted under the reason. A broken body is found during rollout.
 If more than the share `data.max_bad_share` of the rows is bad, the run does not start. During
 rollout, the prompt group fails with this reason, and another prompt takes its ticket. If more than
 the share `rollout.max_failed_share` of the last groups fails (`Outcomes.check_share`), the run ends

@@ -9,8 +9,9 @@ The way of a request from the program to the engine, and of the episode into the
     front.Front                      reads the request and checks its bearer
     broker.Broker.answer             calls the rollout process that opened the session
     agents.Agents._serve             finds the session
-    session.AgentSession.reply       finds the row of the chat, or opens a new one
+    session.AgentSession.reply       answers a repeated request again
     dialects                         parse the request, and later write the reply
+    session.AgentSession._answer     finds the row of the chat, or opens a new one
     turns.EpisodeStart.draw_turn     asks the engine for a turn
 
 When the program has ended:

@@ -167,15 +167,20 @@ class AudioTower(Tower):
         transformers 5.12 would compute the tensors that depend on lengths only in the forward pass,
         and synchronize with the GPU in every layer. So the host computes them here.
         """
+        import torch
         from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as modeling
 
         from relax_hpc.training.models.upload import upload
 
         padded, chunks = modeling.chunk_and_pad_features(frames.t(), lengths, self.half)
+        # Not transformers' get_valid_indices, whose arguments are others in 5.17.
+        tokens = torch.tensor([sound_tokens(length) for length in chunks.tolist()])
+        not_padding = torch.arange(int(tokens.max())) < tokens[:, None]
+        valid = not_padding.flatten().nonzero().flatten()
         return {
             "padded_feature": padded,
             "chunk_lengths": chunks,
-            "valid_indices": upload(modeling.get_valid_indices(chunks).numpy(), frames.device),
+            "valid_indices": upload(valid.numpy(), frames.device),
             # Stays on the host, because only the host reads it.
             "cu_seqlens": modeling.get_audio_cu_seqlens(chunks, lengths, self.window, self.half),
         }

@@ -13,6 +13,7 @@ from relax_hpc.data.multimodal.medium import Grid, Kind
 from relax_hpc.training.models.rules import (
     ANYWHERE,
     LAYERS,
+    MAPPING,
     NUMBER,
     SIZE,
     TOKEN,
@@ -33,6 +34,13 @@ _LEVELS = Rule(
     "a list of numbers of the tower's layers",
     lambda value: isinstance(value, list) and all(map(TOKEN.fits, value)),
 )
+# transformers 5.17 writes what earlier releases had in their code: frequencies for rows and columns
+# with this base.
+_ROPE_RULES = {
+    "rope_parameters": MAPPING,
+    "rope_parameters.rope_type": one_of("axial"),
+    "rope_parameters.rope_theta": one_of(10000.0),
+}
 # Keys of `vision_config` -> fields of `VisionTower`.
 _FIELDS = {
     "depth": "depth",
@@ -91,6 +99,7 @@ class VisionTower(Tower):
             "deepstack_visual_indexes": _LEVELS,
             "hidden_act": one_of("gelu_pytorch_tanh"),
             "initializer_range": NUMBER,
+            **_ROPE_RULES,
             **cls.extra_rules,
         }
         return Section(rules, (*_FIELDS, "deepstack_visual_indexes"))
