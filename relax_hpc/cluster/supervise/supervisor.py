@@ -385,10 +385,12 @@ class Supervisor:
         """End the remaining processes of a group, report it to the queue, and restart the group
         according to its policy.
 
-        `remove_group` sends `down` to the queue, except for the hub. There queue/controller/state/members.py:
-        _end_incarnations releases the leases and tickets of the group, drops rows that are only in
-        its memory, and ends its readers of weights; the rows of an actor are rolled back when it
-        resumes (state/progress.py: _resume_policy). `Failures.check_failure` may end the run.
+        `remove_group` sends `down` to the queue, except for the hub. There
+        queue/controller/state/members.py: _end_incarnations releases the leases and tickets of the
+        group, drops rows that are only in its memory, and ends its readers of weights; the rows of
+        an actor are rolled back when it resumes (state/progress.py: _resume_policy).
+        `Failures.check_failure` may end the run. A group with its own job whose job is lost is
+        handled in lost_jobs.py.
         Otherwise `GroupStarts.bring_back` restarts the group.
         """
         self.check_fenced()
