@@ -389,9 +389,8 @@ class Supervisor:
         queue/controller/state/members.py: _end_incarnations releases the leases and tickets of the
         group, drops rows that are only in its memory, and ends its readers of weights; the rows of
         an actor are rolled back when it resumes (state/progress.py: _resume_policy).
-        `Failures.check_failure` may end the run. A group with its own job whose job is lost is
-        handled in lost_jobs.py.
-        Otherwise `GroupStarts.bring_back` restarts the group.
+        `Failures.check_failure` may end the run. Otherwise `GroupStarts.bring_back` restarts the
+        group. Lost jobs of groups that have their own are handled in cluster/slurm/lost_jobs.py.
         """
         self.check_fenced()
         self.remove_group(name)
