@@ -92,9 +92,9 @@ class CriticTrainer(Trainer):
             model, dataclasses.replace(algorithm, reduction="token_mean"), *settings, **named
         )
 
-    def tails(self, tokens: float) -> dict[str, float]:
+    def log_quantiles(self, tokens: float) -> Tensor:
         """No quantiles, because values have no ratios."""
-        return {}
+        return torch.zeros(0, device=self.model.device)
 
     def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Trainer.loss_of`. Rows have `values` and `returns`."""

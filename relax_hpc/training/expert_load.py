@@ -38,10 +38,14 @@ class ExpertLoad:
         for router in self._routers:
             router.coefficient, router.by_token = coefficient, by_token
 
-    def collect(self) -> LoadMetrics:
-        """Load since the last call, which resets the counts. Collective over all ranks."""
+    def collect(self) -> Tensor:
+        """Counts since the last call, which resets them, and the balance loss of each layer,
+        [layers, experts + 1] float64; empty for a model without experts.
+
+        Collective over all ranks. The host does not wait for the device.
+        """
         if not self._spec.experts:
-            return LoadMetrics()
+            return torch.zeros(0, 1, dtype=torch.float64, device=self._device)
         table = torch.zeros(
             self._spec.layers, self._spec.experts + 1, dtype=torch.float64, device=self._device
         )
@@ -51,7 +55,12 @@ class ExpertLoad:
                 table[router.layer_number - 1] = counted
         # Each token is counted once in each layer, by one rank of one stage.
         dist.all_reduce(table)
-        totals = table.cpu()
+        return table
+
+    def metrics(self, totals: Tensor) -> LoadMetrics:
+        """Metrics of the result of `collect`, on the host."""
+        if not self._spec.experts:
+            return LoadMetrics()
         sums = {"loss/balance": float(totals[:, -1].sum())} if self._coefficient else {}
         return LoadMetrics(sums, _evenness(totals[:, :-1]))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.distributed as dist
+
+from relax_hpc.training.models.upload import upload
 
 
 def gather_texts(text: str, device: torch.device) -> list[str]:
@@ -11,12 +14,22 @@ def gather_texts(text: str, device: torch.device) -> list[str]:
 
     The texts travel as bytes: torch's `all_gather_object` would pickle them.
     """
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    data = text.encode()
     # Collectives need equal sizes, so the lengths are exchanged first.
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-    longest = max(int(size) for size in sizes)
-    padded = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(padded, torch.nn.functional.pad(data, (0, longest - len(data))))
-    pairs = zip(padded, sizes, strict=True)
-    return [bytes(values[: int(size)].tolist()).decode() for values, size in pairs]
+    sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
+    dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)], device=device))
+    lengths = sizes.tolist()
+    padded = gather_padded(data, max(lengths), device)
+    return [values[:size].decode() for values, size in zip(padded, lengths, strict=True)]
+
+
+def gather_padded(data: bytes, size: int, device: torch.device) -> list[bytes]:
+    """The ``data`` of each rank, padded with zeros to ``size`` bytes, which all ranks know.
+
+    Collective over all ranks. The host waits for the device once.
+    """
+    padded = np.zeros(size, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    gathered = torch.empty(dist.get_world_size(), size, dtype=torch.uint8, device=device)
+    dist.all_gather(list(gathered.unbind()), upload(padded, device))
+    return [values.tobytes() for values in gathered.cpu().numpy()]

@@ -7,7 +7,6 @@ not depend on installed packages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,13 +20,14 @@ def gradient_buffers(module: Any) -> Iterator[Any]:
     yield from module.expert_parallel_buffers
 
 
-def gradient_norm(optimizer: Any, device: torch.device) -> float:
-    """L2 norm over the parameters of all ranks, each counted once. It synchronizes once.
+def squared_gradient_norm(optimizer: Any, device: torch.device) -> torch.Tensor:
+    """Square of the L2 norm over the parameters of all ranks, each counted once: [] float64 on
+    ``device``. The host does not wait.
 
     ``optimizer``: megatron-core's, with prepared main gradients. Collective over all ranks.
     """
     squares = [_squared_norm(part, device) for part in optimizer.chained_optimizers]
-    return math.sqrt(float(torch.stack(squares).sum()))
+    return torch.stack(squares).sum()
 
 
 def _squared_norm(optimizer: Any, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,17 +35,18 @@ class RatioTail:
         difference = (old - rollout).detach().abs().float()
         self._log_ratios.append(torch.where(batch.mask > 0, difference, 0.0).flatten())
 
-    def tails(self, tokens: float) -> dict[str, float]:
-        """Exact QUANTILES of a step with ``tokens`` trained tokens; empty without tokens.
+    def log_quantiles(self, tokens: float) -> Tensor:
+        """Logarithms of the exact QUANTILES of a step with ``tokens`` trained tokens, [2] float32;
+        empty without tokens.
 
-        Collective over all ranks.
+        Collective over all ranks. The host does not wait for the device.
         """
         from megatron.core import parallel_state
 
         if not tokens:
-            return {}
-        ranks = {name: max(1, math.ceil(share * tokens)) for name, share in QUANTILES.items()}
-        count, largest = max(ranks.values()), torch.zeros(0, device=self._device)
+            return torch.zeros(0, device=self._device)
+        ranks = [max(1, math.ceil(share * tokens)) for share in QUANTILES.values()]
+        count, largest = max(ranks), torch.zeros(0, device=self._device)
         if self._log_ratios:
             flat = torch.cat(self._log_ratios)
             largest = flat.topk(min(count, len(flat))).values
@@ -55,9 +57,24 @@ class RatioTail:
         gathered = [torch.empty_like(largest) for _ in range(data.size())]
         dist.all_gather(gathered, largest, group=data)
         ordered = torch.cat(gathered).sort(descending=True).values
-        quantiles = ordered[[rank - 1 for rank in ranks.values()]]
+        # One index each: a list of them would be copied to the device, and the host would wait.
+        quantiles = torch.stack([ordered[rank - 1] for rank in ranks])
         # Only the last pipeline stage computes log-probabilities.
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(quantiles, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
-        pairs = zip(ranks, quantiles.tolist(), strict=True)
-        return {name: math.exp(min(value, _LARGEST)) for name, value in pairs}
+        return quantiles
+
+
+def tail_metrics(log_quantiles: Sequence[float]) -> dict[str, float]:
+    """QUANTILES from the result of `RatioTail.log_quantiles` on the host.
+
+    >>> tail_metrics([0.0, 100.0]) == {
+    ...     "train_rollout_ratio_p99": 1.0,
+    ...     "train_rollout_ratio_p999": math.exp(20.0),
+    ... }
+    True
+    """
+    if not log_quantiles:
+        return {}
+    pairs = zip(QUANTILES, log_quantiles, strict=True)
+    return {name: math.exp(min(value, _LARGEST)) for name, value in pairs}

@@ -9,23 +9,22 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from relax_hpc.algorithms import Algorithm
 from relax_hpc.algorithms.batch import TokenBatch
-from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics
+from relax_hpc.algorithms.losses import mean_metrics
 from relax_hpc.base.fields import FIELDS
 from relax_hpc.config.schema import OptimizerConfig, TrainerConfig
 from relax_hpc.training.expert_load import ExpertLoad
-from relax_hpc.training.gather_text import gather_texts
-from relax_hpc.training.gradients import clip_factor, gradient_norm
+from relax_hpc.training.gradients import clip_factor, squared_gradient_norm
 from relax_hpc.training.lost_ranks import with_lost_rank_errors
+from relax_hpc.training.metric_sums import MetricSums, copy_to_host
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models import megatron_settings
 from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.optimizer import build_optimizer, set_rates
-from relax_hpc.training.ratio_tail import RatioTail
+from relax_hpc.training.ratio_tail import RatioTail, tail_metrics
 from relax_hpc.training.reduction import make_reduction
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -75,8 +74,7 @@ class Trainer:
         self._measures_entropy = algorithm.needs_entropy or (
             model.entropy_is_free and not algorithm.from_file
         )
-        # Names of all metrics so far, equal on all ranks.
-        self._names: list[str] = []
+        self._sums = MetricSums(model.device)
         self._reset_sums()
 
     @classmethod
@@ -99,10 +97,7 @@ class Trainer:
         with self._reduction.passes(last):
             sums = self._run(micro_batches) if micro_batches else []
         for metrics in sums:
-            for name, value in metrics.items():
-                total = self._sums.get(name)
-                added = value.double()
-                self._sums[name] = added if total is None else _combine(name, total, added)
+            self._sums.add(metrics)
 
     def _run(self, micro_batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
         """Metric sums of each micro-batch, on the ranks of the last stage."""
@@ -148,12 +143,21 @@ class Trainer:
         `skipped` is 1.0 if the norm was not finite, `empty` is 1.0 if no token was trained. In both
         cases weights and optimizer stay unchanged.
         """
-        totals = self._reduce_metrics()
-        load = self._experts.collect()
-        totals |= load.sums
-        tails = self.tails(totals["tokens"])
-        weight = totals["weight"]
-        norm = self._gradient_norm(weight)
+        heads = self._sums.reduce_heads()
+        weight = heads["weight"]
+        # The host waits for the device twice in a step: above, and here for everything else.
+        table, load_table, log_quantiles, square = copy_to_host(
+            [
+                self._sums.reduce_table(),
+                self._experts.collect(),
+                self.log_quantiles(heads["tokens"]),
+                self._squared_gradient_norm(),
+            ]
+        )
+        load = self._experts.metrics(load_table)
+        totals = heads | self._sums.totals(table) | load.sums
+        tails = tail_metrics(log_quantiles.tolist())
+        norm = math.sqrt(square.item()) / (weight or 1.0)
         is_empty, is_finite = weight <= 0, math.isfinite(norm)
         # All ranks have the same norm and weight, so all of them skip the same updates.
         if is_finite and not is_empty:
@@ -162,21 +166,20 @@ class Trainer:
         counts = {"skipped": float(not is_finite), "empty": float(is_empty)}
         return mean_metrics(totals) | load.values | tails | {"grad_norm": norm} | counts
 
-    def tails(self, tokens: float) -> dict[str, float]:
-        """Quantiles of old / rollout over the ``tokens`` of a step; see `RatioTail`."""
-        return self._ratios.tails(tokens)
+    def log_quantiles(self, tokens: float) -> Tensor:
+        """Quantiles of log(old / rollout) over the ``tokens`` of a step; see `RatioTail`."""
+        return self._ratios.log_quantiles(tokens)
 
     def discard(self) -> None:
         """Discard the gradients since the last step. Collective over all ranks."""
         self._reduction.discard()
         self._reset_sums()
 
-    def _gradient_norm(self, weight: float) -> float:
-        """Norm of the mean gradient over ``weight``. It reduces the sums over ranks, but does not
-        divide them."""
+    def _squared_gradient_norm(self) -> Tensor:
+        """Square of the norm of the gradient's sum, [] float64. It reduces the sums over ranks."""
         self._reduction.finish()
         self.optimizer.prepare_grads()
-        return gradient_norm(self.optimizer, self.model.device) / (weight or 1.0)
+        return squared_gradient_norm(self.optimizer, self.model.device)
 
     def _update(self, lr: float, scale: float) -> None:
         # This scales the main gradients too: both are float32 and share memory.
@@ -184,55 +187,12 @@ class Trainer:
         set_rates(self.optimizer, self.settings, lr)
         self.optimizer.step_with_ready_grads()
 
-    def _reduce_metrics(self) -> dict[str, float]:
-        """Totals of the step's metrics, equal on every rank. A metric without values is left
-        out."""
-        totals, is_complete = self._reduce_named_metrics()
-        if not is_complete:
-            names = set(self._names)
-            for text in gather_texts("\n".join(self._sums), self.model.device):
-                if text:
-                    names.update(text.split("\n"))
-            self._names = sorted(names)
-            totals, _ = self._reduce_named_metrics()
-        return {"weight": 0.0, "tokens": 0.0} | totals
-
-    def _reduce_named_metrics(self) -> tuple[dict[str, float], bool]:
-        """Totals of the metrics in `_names`, and whether no rank has a metric with another name."""
-        from megatron.core import parallel_state
-
-        zero = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        sums = torch.stack([*(self._sums.get(name, zero) for name in self._names), zero])
-        has_new_name = not self._sums.keys() <= set(self._names)
-        flags = [float(name in self._sums) for name in self._names]
-        present = torch.tensor([*flags, float(has_new_name)]).to(sums)
-        # Rows: sums, maxima, and whether a rank has the metric. The last column is for metrics
-        # without a name in the table.
-        table = torch.stack([sums, sums, present])
-        # Only over data ranks: context ranks have the same loss, each of whole rows.
-        data = parallel_state.get_data_parallel_group()
-        dist.all_reduce(table[0], group=data)
-        dist.all_reduce(table[1:], dist.ReduceOp.MAX, group=data)
-        # Only the last pipeline stage computes the loss.
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        dist.broadcast(table, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
-        *columns, (_, _, any_new_name) = zip(*table.tolist(), strict=True)
-        totals = {}
-        for name, (total, maximum, is_present) in zip(self._names, columns, strict=True):
-            if is_present:
-                totals[name] = maximum if name.endswith(MAX_SUFFIX) else total
-        return totals, not any_new_name
-
     def _reset_sums(self) -> None:
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._experts.reset()
-        self._sums: dict[str, Tensor] = {}
+        self._sums.reset()
         self._ratios = RatioTail(self.model.device)
-
-
-def _combine(name: str, left: Tensor, right: Tensor) -> Tensor:
-    return torch.maximum(left, right) if name.endswith(MAX_SUFFIX) else left + right
 
 
 def _teacher_ids(batch: Batch) -> Tensor | None:

@@ -74,7 +74,7 @@ def test_what_is_computed_again_takes_the_same_routes(directory: Path) -> None:
             ]
             for loss, _, metrics in losses:
                 loss.backward()
-                ours._sums = {n: ours._sums.get(n, 0) + v.double() for n, v in metrics.items()}
+                ours._sums.add(metrics)
             norms[recompute, size] = ours.step(LR)["grad_norm"]
     plain = routed_trainer(directory, actor_settings())
     plain.accumulate([routed_batch(samples, plain.model)])

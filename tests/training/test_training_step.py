@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.hf_mapping import stored_forms
 from relax_hpc.training.models.spec import ModelSpec
+from relax_hpc.training.ratio_tail import tail_metrics
 from relax_hpc.training.trainer import Trainer
 from tests.helpers.convert_helpers import LLAMA, MIXED, model
 from tests.helpers.own_algorithm import Opo
@@ -292,7 +295,7 @@ def test_quantiles_of_ratios_are_those_that_so_many_tokens_exceed(tiny: Path, co
         "train_rollout_ratio_p99": math.exp(ordered[max(1, math.ceil(0.01 * count)) - 1]),
         "train_rollout_ratio_p999": math.exp(ordered[max(1, math.ceil(0.001 * count)) - 1]),
     }
-    assert ours.tails(count) == pytest.approx(expected, rel=1e-6)
+    assert tail_metrics(ours.log_quantiles(count).tolist()) == pytest.approx(expected, rel=1e-6)
 
 
 class Operations(TorchDispatchMode):
@@ -315,12 +318,51 @@ def test_the_norm_takes_a_few_operations_however_many_parameters(tiny: Path):
         [parameter.main_grad.flatten() for parameter in ours.model.module.parameters()]
     )
     with Operations() as asked:
-        norm = ours._gradient_norm(4.0)
-    assert norm == pytest.approx(float(whole.norm()) / 4.0, rel=1e-5)
+        square = ours._squared_gradient_norm()
+    assert math.sqrt(square) == pytest.approx(float(whole.norm()), rel=1e-5)
     views = {"view", "detach", "slice", "alias"}
     assert sum(count for name, count in asked.found.items() if name not in views) < len(
         list(ours.model.module.parameters())
     )
+
+
+class HostReads:
+    """Counts values that the host reads from tensors, each of which would wait for a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for name in ("cpu", "item", "tolist", "__float__", "__int__", "__bool__"):
+            monkeypatch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
+
+    def _counted(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def read_and_count(tensor: torch.Tensor, *args: Any) -> Any:
+            caller = sys._getframe(1).f_code
+            # These read what `copy_to_host` has copied already, without a wait.
+            reads_copy = caller.co_name in ("step", "totals", "metrics", "_evenness")
+            self.count += "relax_hpc" in Path(caller.co_filename).parts and not reads_copy
+            return read(tensor, *args)
+
+        return read_and_count
+
+
+@pytest.mark.parametrize("config", [None, MIXED], ids=["qwen3", "qwen3_moe"])
+def test_the_host_waits_twice_in_a_step_and_once_more_for_a_new_metric(
+    tiny: Path, tmp_path: Path, config: dict | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Of all that a step tells of: metrics, quantiles, the norm and the load of experts."""
+    directory = model(tmp_path / "hf", config | {"vocab_size": 64}) if config else tiny
+    ours = trainer(directory)
+    counts = []
+    for number in range(3):
+        ours.accumulate([batch(rows(2))])
+        if number == 2:
+            ours._sums.add({"new": torch.ones((), device=DEVICE)})
+        with monkeypatch.context() as patch:
+            reads = HostReads(patch)
+            metrics = ours.step(LR)
+        counts.append(reads.count)
+        assert metrics["grad_norm"] > 0 and ("new" in metrics) == (number == 2)
+    assert counts == [3, 2, 3]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

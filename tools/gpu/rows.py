@@ -275,7 +275,7 @@ def _waits() -> Iterator[Row]:
     label = "forward and backward: waits of the host for the device"
     yield Row(label, ("waits",), _figure("waits_in_accumulate"), most=0)
     label = "optimizer step: waits of the host for the device"
-    yield Row(label, ("waits",), _figure("waits_in_step"))
+    yield Row(label, ("waits",), _figure("waits_in_step"), most=2)
     label = "packs of new lengths: kernels compiled again"
     yield Row(label, ("waits",), _figure("compiled_in_new_lengths"), most=0)
 
