@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.roles import RANKED, ROLES
-from relax_hpc.config.schema import Config, GroupConfig
+from relax_hpc.config.schema import Config, GroupConfig, TrainerConfig
 
 CONTROLLER = "controller"
 """Role of the process with the queue's controller, in the hub. It is not in `ROLES`."""
@@ -68,6 +68,12 @@ def groups_that_train(groups: Mapping[str, GroupConfig]) -> dict[str, str]:
         role_groups |= dict.fromkeys(group.roles, name)
     trainers = [name for name, role in ROLES.items() if role.trains]
     return {name: role_groups[name] for name in trainers if name in role_groups}
+
+
+def trainer_sections(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
+    """Sections of trainers whose role is in a group, and their settings."""
+    placed = {"actor"}.union(groups_that_train(config.groups))
+    yield from ((name, getattr(config, name)) for name in ("actor", "critic") if name in placed)
 
 
 def rank_count(config: Config, name: str, role: str) -> int:

@@ -64,7 +64,12 @@ class Scorer:
             settings = replace(settings, routing_replay="off")
         self.routes = route_shape_of_model(directory, settings)
         self.model = PolicyModel(
-            read_config(directory), settings, self.forward.parallel, kernels=config.actor.kernels
+            read_config(directory),
+            settings,
+            self.forward.parallel,
+            kernels=config.actor.kernels,
+            # A teacher may have widths for which `grouped` does not run.
+            experts="sequential" if config.actor.experts == "sequential" else "auto",
         )
         self.model.load_hf(directory)
         self._vocab = spec_from_config(read_config(context.model), config.model.ignore_keys).vocab

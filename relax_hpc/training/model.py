@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_hpc.base.fields import ROUTES
-from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig, TrainerConfig
+from relax_hpc.config.schema import Experts, Kernels, ModelConfig, ParallelConfig, TrainerConfig
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.gather_text import gather_texts
 from relax_hpc.training.logprobs import (
@@ -71,9 +71,10 @@ class PolicyModel:
         parallel: ParallelConfig,
         training: TrainerConfig | None = None,
         kernels: Kernels = "plain",
+        experts: Experts = "auto",
     ) -> None:
-        """``training``: settings of the trainer, which include its ``kernels``. None: the model is
-        not trained, or with default settings."""
+        """``training``: settings of the trainer, which include its ``kernels`` and ``experts``.
+        None: the model is not trained, or with default settings."""
         from megatron.core import parallel_state
 
         from relax_hpc.training import parity
@@ -92,6 +93,9 @@ class PolicyModel:
         self.kernels: Kernels = training.kernels if training else kernels
         prepare(self.kernels, model.device)
         further = megatron.training_settings(training, bool(self.spec.experts)) if training else {}
+        further |= megatron.expert_settings(
+            training.experts if training else experts, self.spec, model, parallel
+        )
         kernel_settings = transformer_settings(self.kernels, bool(self.spec.experts))
         self.config = megatron.transformer_config(
             self.spec, model, parallel, further | kernel_settings

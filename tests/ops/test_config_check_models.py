@@ -197,6 +197,12 @@ def test_every_family_is_sound_or_says_how_its_ranks_may_split_it(tmp_path: Path
     assert model_findings(mixed, **{"actor.parallel.expert": 2}) == [
         "actor.parallel.expert: found 2, allowed: a divisor of tensor * context * data, 1"
     ]
+    grouped = {"actor.experts": "grouped", "model.device": "cuda"}
+    assert not any("experts" in text for text in model_findings(mixed, **grouped))
+    assert any(
+        text.startswith("actor.experts: found grouped with model.dtype float32, allowed: sequen")
+        for text in model_findings(mixed, **grouped, **{"model.dtype": "float32"})
+    )
 
 
 def test_experts_that_sglang_cannot_read_are_named(tmp_path: Path) -> None:

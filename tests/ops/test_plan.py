@@ -22,7 +22,7 @@ from relax_hpc.ops.doctor.memory import host_mib
 from relax_hpc.ops.plan import tower_memory
 from relax_hpc.ops.plan.footprint import GIB
 from relax_hpc.ops.plan.model_memory import parameters
-from relax_hpc.ops.plan.plan import plan
+from relax_hpc.ops.plan.plan import USABLE, plan
 from relax_hpc.ops.plan.roles import CONTEXT_BYTES
 from relax_hpc.ops.plan.view import basis
 from tests.helpers.pages import ROOT
@@ -210,6 +210,31 @@ def test_experts_that_do_not_fit_are_dealt_out_or_refused(
     assert found.get(place) == (mend if place else None)
     if mend:
         assert place not in lacking(**parse_yaml("\n".join(mend), "remedies"))
+
+
+def test_grouped_experts_exist_twice_and_are_given_up_if_that_is_enough() -> None:
+    model = "Qwen3-30B-A3B"
+    single, auto = (
+        sized("2-nodes-moe", model, **{"actor.experts": experts, "actor.recompute": "none"})
+        for experts in ("sequential", "auto")
+    )
+    spec = spec_at(auto.model)
+    peaks = []
+    for config in (single, auto):
+        (actor,) = (
+            one for place in plan(config, spec) for one in place.footprints if one.role == "actor"
+        )
+        peaks.append(dict(actor.phases["backward"]))
+    more = peaks[1].pop("experts in one piece")
+    # 8 ranks share 29 G parameters of 2 bytes.
+    assert peaks[0] == peaks[1] and 6.5 * GIB < more < 7 * GIB
+    sizes = [
+        max(place.bytes for place in plan(config, spec) if "actor" in place.groups)
+        for config in (single, auto)
+    ]
+    auto.site.gpu_memory_gib = (sizes[0] + sizes[1]) / 2 / GIB / USABLE
+    (place,) = (one for one in plan(auto, spec) if "actor" in one.groups)
+    assert place.lacks and list(place.remedies) == ["actor.experts: sequential"]
 
 
 def test_bytes_of_a_parameter_and_of_shared_states() -> None:

@@ -20,9 +20,10 @@ from relax_hpc.convert.verify import hf_logits
 from relax_hpc.examples.model_family import BiasedDecoder
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.batches import collate
+from relax_hpc.training.models.expert_grouping import groups_experts
 from relax_hpc.training.models.families import FAMILIES, spec_from_config
 from relax_hpc.training.models.hf_files import read_config
-from relax_hpc.training.models.megatron import transformer_config
+from relax_hpc.training.models.megatron import expert_settings, transformer_config
 from relax_hpc.training.models.qwen3 import Qwen3
 from tests.helpers.convert_helpers import BIASED, DENSE, LLAMA, MIXED, model
 from tests.helpers.training_helpers import (  # noqa: F401
@@ -170,6 +171,42 @@ def test_kernels_that_are_not_here_are_refused_by_name(
         PolicyModel(
             read_config(tiny), ModelConfig(), ParallelConfig(), ActorConfig(kernels=kernels)
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "model", "parallel", "says"),
+    [
+        ({}, {"dtype": "float32"}, {}, "model.dtype float32"),
+        ({"moe_intermediate_size": 84}, {}, {}, "a moe_intermediate_size of 84"),
+        ({}, {}, {"tensor": 8, "sequence_parallel": True}, "a moe_intermediate_size of 12"),
+        ({"hidden_size": 60}, {}, {}, "a hidden_size of 60"),
+        ({}, {}, {"tensor": 8, "sequence_parallel": True, "expert": 2}, ""),
+        ({}, {}, {}, ""),
+        ({"moe_intermediate_size": 84}, {"device": "cpu"}, {}, ""),
+    ],
+)
+def test_experts_are_grouped_on_gpus_where_they_can_be(
+    change: dict, model: dict, parallel: dict, says: str
+):
+    """By default. If the setting asks for what torch refuses in the first forward pass, the start
+    does."""
+    spec = spec_from_config(MIXED | {"moe_intermediate_size": 96} | change)
+    where = (
+        ModelConfig(**{"device": "cuda", "dtype": "bfloat16"} | model),
+        ParallelConfig(**parallel),
+    )
+    groups = groups_experts("auto", spec, *where)
+    assert groups == (not says and where[0].device == "cuda")
+    assert expert_settings("auto", spec, *where) == {"moe_grouped_gemm": groups}
+    assert not groups_experts("sequential", spec, *where)
+    if says:
+        with pytest.raises(ConfigError, match=f"^actor.experts: found grouped with {says}") as told:
+            expert_settings("grouped", spec, *where)
+        assert told.value.exit_code == 78
+    else:
+        assert expert_settings("grouped", spec, *where) == {"moe_grouped_gemm": True}
+        dense = spec_from_config(DENSE)
+        assert expert_settings("grouped", dense, *where) == {"moe_grouped_gemm": False}
 
 
 def test_rope_theta_is_found_where_transformers_5_puts_it(tiny: Path):

@@ -43,6 +43,7 @@ from relax_hpc.config.schema.running import (
 )
 from relax_hpc.config.schema.training import (
     ActorConfig,
+    Experts,
     ForwardConfig,
     Kernels,
     OptimizerConfig,
@@ -60,6 +61,7 @@ __all__ = [
     "EngineConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "Experts",
     "ForwardConfig",
     "GenrmConfig",
     "GroupConfig",

@@ -101,6 +101,7 @@ class OptimizerConfig:
 
 
 Kernels = Literal["plain", "fused", "te"]
+Experts = Literal["auto", "sequential", "grouped"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,10 +127,12 @@ class TrainerConfig:
     torch, on every device. `fused`: Triton kernels, on GPUs, for norms, rotary embedding, gated
     activation, log-probabilities and Adam. `te`: Transformer Engine, which is refused unless its
     layer is as close to float32 as a plain layer."""
-    experts: Literal["sequential", "grouped"] = "sequential"
+    experts: Experts = "auto"
     """Computation of the experts of a rank. `sequential`: one after the other. `grouped`: all in
     one product of torch (`torch.nn.functional.grouped_mm`), for which a second copy of the layer's
-    expert weights exists during the layer."""
+    expert weights exists during the layer. On GPUs it needs bfloat16, and widths per tensor rank
+    that are multiples of 8. `auto`: `grouped` on GPUs where it can run, otherwise `sequential`.
+    Forward roles group experts where they can, unless the actor has `sequential`."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass recomputes instead of storing them. `none`: none. `full`:
     all activations of a layer except its input, which costs a third more computation. `selective`:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.config.groups import group_with_role
+from relax_hpc.config.groups import group_with_role, trainer_sections
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig, ParallelConfig
 from relax_hpc.data.examples import rules_of
@@ -23,6 +23,7 @@ from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.ops.checks.model_files import ModelFiles, file_stamp, find_model, missing_packages
 from relax_hpc.tasks import tool_signatures
+from relax_hpc.training.models.expert_grouping import grouping_errors
 from relax_hpc.training.models.hf_mapping import published_forms, stored_forms
 
 READ_S = 5.0
@@ -67,6 +68,7 @@ def _policy(config: Config, policy: ModelFiles) -> Iterator[str]:
         _stop_texts,
         _tied,
         _transposed_experts,
+        _grouped_experts,
     )
     for check in checks:
         yield from check(config, policy)
@@ -366,6 +368,16 @@ def _transposed_experts(config: Config, model: ModelFiles) -> Iterator[str]:
                 "checkpoint of it, and with --shard-size 5GB a directory as published from that"
             )
             return
+
+
+def _grouped_experts(config: Config, model: ModelFiles) -> Iterator[str]:
+    """Check that `experts: grouped` of a trainer of the policy's model can run."""
+    for section, settings in trainer_sections(config):
+        # The critic's model may be another one; it is checked when it starts.
+        is_policy = section == "actor" or not config.model.critic_path
+        if model.spec and is_policy and settings.experts == "grouped":
+            for error in grouping_errors(model.spec, config.model, settings.parallel):
+                yield f"{section}.{error}"
 
 
 def _parallel_layouts(config: Config) -> Iterator[tuple[str, ParallelConfig]]:

@@ -20,8 +20,8 @@ from relax_hpc.base.path_errors import explain_path_error
 from relax_hpc.base.protocol import describe_protocol_mismatch
 from relax_hpc.base.signatures import describe_mismatch
 from relax_hpc.config.differences import leaves
-from relax_hpc.config.groups import groups_that_train
-from relax_hpc.config.schema import Config, SimulatedConfig, TrainerConfig
+from relax_hpc.config.groups import trainer_sections
+from relax_hpc.config.schema import Config, SimulatedConfig
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.ops.checks.data import check_data
 from relax_hpc.ops.checks.environment import check_environment
@@ -256,7 +256,7 @@ def _algorithm(config: Config) -> Findings:
     # Episodes whose losses are compared have to be on the same rank.
     episodes = 1 if algorithm.sequences > 1 else config.samples_per_prompt
     samples = prompts // mini_batches * episodes
-    for section, settings in _trainers(config):
+    for section, settings in trainer_sections(config):
         ranks = settings.parallel.data
         if samples < ranks:
             yield (
@@ -291,23 +291,17 @@ def _overlong(config: Config) -> Findings:
 def _megatron(config: Config) -> Findings:
     # Nodes may use another environment than this process, with another megatron-core.
     is_here = not config.site.python and config.site.container.runtime == "none"
-    for section, settings in _trainers(config):
+    for section, settings in trainer_sections(config):
         yield from megatron_settings.setting_errors(settings, is_here, section)
 
 
 def _kernels(config: Config) -> Findings:
-    for section, settings in _trainers(config):
+    for section, settings in trainer_sections(config):
         if settings.kernels != "plain" and config.model.device == "cpu":
             yield (
                 f"{section}.kernels: found {settings.kernels} with model.device cpu, allowed: "
                 "plain; the other kernels need a GPU"
             )
-
-
-def _trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
-    """Sections of trainers whose role is in a group, and their settings."""
-    placed = {"actor"}.union(groups_that_train(config.groups))
-    yield from ((name, getattr(config, name)) for name in ("actor", "critic") if name in placed)
 
 
 def _rollout(config: Config) -> Findings:

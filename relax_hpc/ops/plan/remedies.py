@@ -9,6 +9,7 @@ from typing import Any
 
 from relax_hpc.config.schema import Config, ParallelConfig
 from relax_hpc.ops.plan.roles import ENGINE_SHARE, engine_flag, longest_row
+from relax_hpc.training.models.expert_grouping import groups_experts
 from relax_hpc.training.models.spec import ModelSpec
 
 Change = dict[str, Any]
@@ -60,6 +61,8 @@ def _changes(config: Config, spec: ModelSpec, roles: Sequence[str]) -> Iterator[
     if config.model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}
     if "actor" in roles:
+        if groups_experts(config.actor.experts, spec, config.model, config.actor.parallel):
+            yield {"actor.experts": "sequential"}
         yield from _actor_changes(config)
     for role in {"actor", "actor_fwd", "reference"}.intersection(roles):
         settings = getattr(config, role)

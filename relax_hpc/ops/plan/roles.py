@@ -29,6 +29,7 @@ from relax_hpc.ops.plan.model_memory import (
 )
 from relax_hpc.ops.plan.optimizer_memory import gather_bytes, optimizer_bytes
 from relax_hpc.ops.plan.tower_memory import frozen_parameters
+from relax_hpc.training.models.expert_grouping import groups_experts
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.models.stages import stage_layers
 
@@ -145,7 +146,7 @@ def _passes(
     }
     towers, tower_working = _tower_passes(config, spec, tokens, stage, in_flight)
     phases["backward"] |= towers
-    if settings.experts == "grouped":
+    if groups_experts(settings.experts, spec, config.model, parallel):
         # Joined weights exist for all layers until their backward pass. With recomputation they
         # exist for the current layer only, with their gradients.
         copies = layers if recompute == "none" else 2
@@ -254,6 +255,11 @@ def _forward_pass(
         media = tower_memory.media_tokens(config, settings, tokens) * item
         activations = max(activations, tower_memory.scored_elements(spec) * media)
     sizes = {"activations": activations}
+    if config.actor.experts != "sequential" and groups_experts(
+        "auto", spec, config.model, parallel
+    ):
+        layers = len(stage_layers(spec.layers, parallel)[stage])
+        sizes["experts in one piece"] = expert_parameters(spec, parallel, stage) / layers * item
     if stage == parallel.pipeline - 1:
         sizes["logits"] = logits_bytes(spec, parallel, tokens, item, kernels, entropy=False)
     return sizes

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.config.schema import ModelConfig, ParallelConfig, TrainerConfig
+from relax_hpc.config.schema import Experts, ModelConfig, ParallelConfig, TrainerConfig
 from relax_hpc.training.models import megatron_settings
+from relax_hpc.training.models.expert_grouping import grouping_errors, groups_experts
 from relax_hpc.training.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,9 +61,22 @@ def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
     }
     recompute = recompute_settings[actor.recompute]
     granularity = None if actor.recompute == "none" else actor.recompute
-    grouped = {"moe_grouped_gemm": experts and actor.experts == "grouped"}
     chosen = megatron_settings.owner_settings(actor, "transformer")
-    return {"recompute_granularity": granularity, **recompute, **grouped, **chosen}
+    return {"recompute_granularity": granularity, **recompute, **chosen}
+
+
+def expert_settings(
+    choice: Experts, spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig
+) -> dict[str, Any]:
+    """Settings of megatron-core's transformer configuration that ``choice``, `actor.experts`,
+    decides.
+
+    ConfigError: it is `grouped`, which does not run with these settings.
+    """
+    errors = list(grouping_errors(spec, model, parallel)) if choice == "grouped" else []
+    if errors:
+        raise ConfigError(*(f"actor.{error}" for error in errors))
+    return {"moe_grouped_gemm": groups_experts(choice, spec, model, parallel)}
 
 
 def transformer_config(
