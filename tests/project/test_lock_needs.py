@@ -1,0 +1,121 @@
+"""What the wheels of a lock need of a machine: derived from an index, and stored for the locks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.utils import parse_wheel_filename
+
+ENV = Path(__file__).resolve().parents[2] / "env"
+
+
+@pytest.fixture(scope="module", name="tools")
+def tools_fixture() -> Iterator[tuple[ModuleType, ModuleType]]:
+    """The modules `lock_needs` and `wheel_index` of the folder `env`."""
+    sys.path.insert(0, str(ENV))
+    try:
+        yield importlib.import_module("lock_needs"), importlib.import_module("wheel_index")
+    finally:
+        sys.path.remove(str(ENV))
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_the_stored_needs_are_those_of_the_lock(
+    tools: tuple[ModuleType, ModuleType], name: str
+) -> None:
+    lock_needs, wheel_index = tools
+    stored = json.loads((ENV / f"requirements-{name}.json").read_text())
+    assert stored["lock_sha256"] == lock_needs.lock_digest(name), (
+        f"the lock has changed: call env/lock_needs.py {name}"
+    )
+    assert set(stored["architectures"]) == set(wheel_index.ARCHITECTURES)
+    for needs in stored["architectures"].values():
+        assert "missing" not in needs, "all pins have wheels for both architectures"
+        assert needs["installed_bytes"] > needs["download_bytes"] > 10**9
+        packages = {pin.split()[0] for pin in needs.get("gpu_targets", {})}
+        assert packages == (set(lock_needs.GPU_PACKAGES) if name == "gpu" else set())
+        assert all(needs.get("gpu_targets", {}).values())
+    assert bool(stored["cuda"]) == (name == "gpu")
+
+
+def make_wheels(wheel_index: ModuleType, folder: Path, *names: str) -> list[object]:
+    wheels = []
+    for name in names:
+        path = folder / name
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("package/code.py", "x" * 10)
+            archive.writestr("package/data.bin", "x" * 100)
+        tags = parse_wheel_filename(name)[3]
+        wheels.append(wheel_index.Wheel(name, name, tags, path.stat().st_size, str(path)))
+    return wheels
+
+
+def test_needs_of_an_architecture(
+    tools: tuple[ModuleType, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock_needs, wheel_index = tools
+
+    def fetch(self: object, start: int, end: int) -> bytes:
+        return Path(self._url).read_bytes()[start:end]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(lock_needs.RemoteFile, "_fetch", fetch)
+    pure = make_wheels(wheel_index, tmp_path, "pure-1-py3-none-any.whl")
+    # The older tag decides: any glibc from 2.17 on is enough.
+    old = make_wheels(
+        wheel_index,
+        tmp_path,
+        "old-1-cp310-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.whl",
+        "old-1-cp310-abi3-manylinux_2_28_x86_64.whl",
+        "old-1-cp310-abi3-manylinux_2_28_aarch64.whl",
+    )
+    # One Python has no wheel for the older glibc.
+    new = make_wheels(
+        wheel_index,
+        tmp_path,
+        "new-1-cp311-cp311-manylinux_2_17_x86_64.whl",
+        "new-1-cp312-cp312-manylinux_2_31_x86_64.whl",
+    )
+    pins = {"pure 1": pure, "old 1": old, "new 1": new}
+    needs = lock_needs.architecture_needs("x86_64", pins)
+    assert (needs["glibc"], needs["glibc_package"]) == ("2.31", "new 1")
+    # Sources count twice, for bytecode.
+    assert needs["installed_bytes"] == 3 * 120
+    assert lock_needs.architecture_needs("aarch64", pins) == {"missing": ["new 1"]}
+    del pins["new 1"]
+    needs = lock_needs.architecture_needs("aarch64", pins)
+    assert (needs["glibc"], needs["glibc_package"]) == ("2.28", "old 1")
+    sizes = [(tmp_path / wheel.filename).stat().st_size for wheel in (pure[0], old[2])]  # type: ignore[attr-defined]
+    assert needs["download_bytes"] == sum(sizes)
+
+
+def fatbin(*entries: tuple[int, int]) -> bytes:
+    """A fatbin with (kind, compute capability times 10) of each piece of code."""
+    body = b""
+    for kind, number in entries:
+        code = b"\x7f" * 24
+        body += struct.pack("<HHIQ", kind, 0x101, 64, len(code)) + bytes(12)
+        body += struct.pack("<I", number) + bytes(32) + code
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_targets_are_read_from_libraries(
+    tools: tuple[ModuleType, ModuleType], tmp_path: Path
+) -> None:
+    read_targets = tools[0].read_targets
+    library = tmp_path / "lib.so"
+    magic = struct.pack("<I", 0xBA55ED50)
+    library.write_bytes(
+        b"\x7fELF" + magic + b"by chance" + fatbin((2, 80), (2, 90)) + b"..." + fatbin((1, 120))
+        + magic
+    )  # fmt: skip
+    assert set(read_targets(library)) == {(80, False), (90, False), (120, True)}
+    library.write_bytes(b"")
+    assert list(read_targets(library)) == []
