@@ -7,6 +7,8 @@
 #
 # RELAX_VENV: the environment's folder (default .venv).  RELAX_PYTHON: the Python 3.11 or 3.12 to make it from.
 # RELAX_UNHASHED=1: take builds that no lock lists, such as a site's own wheels.
+# RELAX_UNCHECKED=1: continue on a machine that does not meet the minimum requirements.
+# RELAX_FACTS: a file with facts of the machine that will use the environment, where it is another one (env/README.md).
 # RELAX_SETUP_WAIT_S: how long to wait for another call in progress (default 1800).
 # RELAX_SETUP_SAY_S: how often a step that goes on says so in a log (default 20; in a terminal, every second).
 set -euo pipefail
@@ -20,7 +22,8 @@ LOCK=$VENV.lock
 ME=$(uname -n):$$
 TICKER=
 STEP=1  # where the step in progress begins in the log
-OLDEST_GLIBC=2.34  # of the platform tag of sglang's wheels, manylinux_2_34
+NEEDS=$VENV/minimum_requirements.json  # what the installed lock needs; the doctor and the check of nodes read it
+EXIT_CONFIG=78
 
 say() { echo "setup: $*" >&2; }
 die() { say "$*"; exit 1; }
@@ -124,9 +127,11 @@ install_system_packages() {  # a convenience: tests that need them skip; a failu
 make_venv() {
     local python
     if ! python=$(find_python); then
-        { apt_python && python=$(find_python); } || die "no Python 3.11 or 3.12 with its venv module (tried \
-${RELAX_PYTHON:-python3.11, python3.12, python3}): install python3.11-venv, load a module, or set \
-RELAX_PYTHON=/path/to/python3.11"
+        if ! apt_python || ! python=$(find_python); then
+            say "no Python 3.11 or 3.12 with its venv module (tried ${RELAX_PYTHON:-python3.11, python3.12, python3}): \
+install python3.11-venv, load a module, or set RELAX_PYTHON=/path/to/python3.11"
+            exit "$EXIT_CONFIG"
+        fi
     fi
     say "making $VENV with $python, $("$python" -V) (RELAX_PYTHON names another)"
     rm -f "$VENV"/bin/python*  # links to an interpreter that is gone would stay
@@ -218,13 +223,33 @@ cuda_torch() {
 raise SystemExit(not any("cuda" in line for line in requires("torch") or ()))'
 }
 
-check_glibc() {  # pip's words for a wheel that needs a newer one do not name it
-    local version
-    version=$(getconf GNU_LIBC_VERSION 2>/dev/null | sed -n 's/^glibc //p')
-    [[ -n $version && $(printf '%s\n' "$OLDEST_GLIBC" "$version" | sort -V | head -n 1) != "$OLDEST_GLIBC" ]] || return 0
-    say "found glibc $version, needed: $OLDEST_GLIBC or newer (wheel of sglang): pip will find no build of it for this \
-system. Use a container (env/relax_hpc.def), or install what trains alone: pip install '.[train]'"
+check_machine() {  # compares this machine with what lock $1 needs, before anything is downloaded
+    local python lines line status=0 words=(--needs "$ROOT/env/requirements-$1.json" --use installation)
+    [[ $1 != gpu ]] || words+=(--use gpu)
+    [[ -z ${RELAX_FACTS:-} ]] || words+=(--facts "$(realpath -m "$RELAX_FACTS")")
+    # Once most of it is installed, it is unknown how much space the rest needs.
+    compgen -G "$VENV/lib/python3.*/site-packages/torch" >/dev/null || words+=(--disk "$VENV")
+    if ! python=$(find_python); then
+        # Any Python from 3.6 on can compare; RHEL 8 has one for its own programs only.
+        python=$(command -v python3 || command -v /usr/libexec/platform-python) || return 0
+        [[ -n ${RELAX_PYTHON:-} ]] || ! may_apt || words+=(--ignore-python)
+    fi
+    lines=$(cd "$ROOT/relax_hpc/base" && "$python" -S -E -B -m machine "${words[@]}" 2>&1) || status=$?
+    if ((status != 0 && status != EXIT_CONFIG)); then
+        say "minimum requirements not checked: ${lines##*$'\n'}"
+        return
+    fi
+    while read -r line; do [[ -z $line ]] || say "$line"; done <<<"$lines"
+    ((status == EXIT_CONFIG)) || return 0
+    if [[ ${RELAX_UNCHECKED:-} == 1 ]]; then
+        say "RELAX_UNCHECKED=1: continuing"
+        return
+    fi
+    say "nothing was downloaded; RELAX_UNCHECKED=1 continues all the same"
+    exit "$EXIT_CONFIG"
 }
+
+needs_kept() { [[ ! -f $ROOT/env/requirements-$1.json ]] || cmp -s "$ROOT/env/requirements-$1.json" "$NEEDS"; }
 
 toolkit() {  # prints the root of the CUDA toolkit among the wheels, where they have a compiler
     local home
@@ -294,18 +319,19 @@ main() {
         esac
     done
     parts=("$base" "${parts[@]}" package)
-    if all_current "${parts[@]}" && toolkit_linked && [[ " ${parts[*]} " != *" dev "* || -z $(system_packages) ]]; then
+    if all_current "${parts[@]}" && needs_kept "$base" && toolkit_linked && [[ " ${parts[*]} " != *" dev "* || -z $(system_packages) ]]; then
         return
     fi
+    current "$base" || check_machine "$base"
     take_lock
     check_venv
     [[ $base != cpu ]] || rm -f "$VENV/.stamp-gpu"
     [[ $base != gpu ]] || rm -f "$VENV/.stamp-cpu" "$VENV/.stamp-cuda"
-    current "$base" || check_glibc
     for arg in "${parts[@]}"; do
         if current "$arg"; then continue; fi
         if [[ $arg == package ]]; then install_package; else install_lock "$arg"; fi
     done
+    needs_kept "$base" || cp "$ROOT/env/requirements-$base.json" "$NEEDS"
     link_toolkit
     [[ " ${parts[*]} " != *" dev "* ]] || install_system_packages
     say "done: $VENV"

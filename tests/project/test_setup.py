@@ -82,6 +82,14 @@ class Checkout:
         self.wheels.mkdir()
         for name in ("setup.sh", "verify.py"):
             shutil.copy(ROOT / "env" / name, self.root / "env")
+        machine = Path("relax_hpc/base/machine")
+        shutil.copytree(ROOT / machine, self.root / machine)
+        for name in ("cpu", "gpu"):
+            path = f"env/requirements-{name}.json"
+            needs = json.loads((ROOT / path).read_text())
+            for wheels in needs["architectures"].values():
+                wheels["installed_bytes"] = wheels["download_bytes"] = 1
+            (self.root / path).write_text(json.dumps(needs))
         (self.root / "backend.py").write_text(BACKEND)
         system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
         (self.root / "pyproject.toml").write_text(system)
@@ -268,20 +276,32 @@ def _compiled(path: Path, source: str, *options: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("version", "complains"), [("2.28", True), ("2.34", False)])
-def test_a_glibc_older_than_the_wheels_need_is_named(
-    checkout: Checkout, version: str, complains: bool
+@pytest.mark.parametrize(
+    ("version", "settings", "code"),
+    [("2.28", {}, 78), ("2.28", {"RELAX_UNCHECKED": "1"}, 0), ("2.34", {}, 0)],
+)
+def test_a_glibc_older_than_the_wheels_need_stops_it(
+    checkout: Checkout, version: str, settings: dict[str, str], code: int
 ) -> None:
-    program = checkout.root.parent / "getconf"
-    program.write_text(f"#!/bin/sh\necho glibc {version}\n")
-    program.chmod(0o755)
-    (checkout.root / ".venv/.stamp-cpu").unlink()
-    done = checkout.setup()
-    program.unlink()
-    assert done.returncode == 0
-    assert (
-        f"found glibc {version}, needed: 2.34 or newer (wheel of sglang)" in done.stderr
-    ) == complains
+    facts = checkout.root / "facts.json"
+    facts.write_text(json.dumps({"libc": f"glibc {version}", "architecture": "x86_64"}))
+    log = checkout.root / ".venv/install.log"
+    (checkout.root / ".venv/.stamp-cpu").unlink(missing_ok=True)
+    before = log.read_bytes()
+    done = checkout.setup(RELAX_FACTS=str(facts), **settings)
+    assert done.returncode == code, done.stderr
+    line = f"setup: glibc {version} found, 2.34 needed by sglang 0.5.21: use site.container"
+    assert (line in done.stderr) == (version == "2.28")
+    if code:
+        assert "nothing was downloaded" in done.stderr and log.read_bytes() == before
+
+
+def test_the_environment_knows_what_its_lock_needs(checkout: Checkout) -> None:
+    assert checkout.setup().returncode == 0
+    kept = checkout.root / ".venv/minimum_requirements.json"
+    assert kept.read_bytes() == (checkout.root / "env/requirements-cpu.json").read_bytes()
+    kept.unlink()
+    assert "setup: done" in checkout.setup().stderr and kept.exists()
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["log", "terminal"])
@@ -312,7 +332,7 @@ def test_a_long_step_shows_that_it_moves(checkout: Checkout, terminal: bool) -> 
 def test_it_names_the_python_it_wants(tmp_path: Path) -> None:
     done = setup(RELAX_VENV=str(tmp_path / "venv"), RELAX_PYTHON="/bin/false")
     assert (
-        done.returncode == 1
+        done.returncode == 78
         and "no Python 3.11 or 3.12" in done.stderr
         and "/bin/false" in done.stderr
     )
