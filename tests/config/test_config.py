@@ -3,6 +3,7 @@ right."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,46 @@ def test_a_gpu_computes_in_bfloat16_unless_another_type_is_set(
     config.model.dtype = "float32"
     dump(config, tmp_path / "config.yaml")
     assert load([tmp_path / "config.yaml"]).model.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("layer", "has_triton", "kernels"),
+    [
+        ({"model.device": "cuda"}, True, "fused"),
+        ({"model.device": "cuda"}, False, "plain"),
+        # Its nodes have another environment than this process.
+        ({"model.device": "cuda", "site.python": "/opt/python"}, False, "fused"),
+        ({"model.device": "cuda", "model.dtype": "float32"}, True, "plain"),
+        ({"model.device": "cuda", "actor.kernels": "plain"}, True, "plain"),
+        ({"model.device": "cuda", "actor.kernels": "te"}, False, "te"),
+        ({"model.dtype": "bfloat16"}, True, "plain"),
+        ({}, True, "plain"),
+    ],
+)
+def test_a_gpu_has_fused_kernels_unless_others_are_set(
+    layer: dict[str, str],
+    has_triton: bool,
+    kernels: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was chosen at first is kept by the run, whatever is installed later."""
+    find = importlib.util.find_spec
+
+    def install(has_triton: bool) -> None:
+        spec = find("torch") if has_triton else None
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: spec if name == "triton" else find(name)
+        )
+
+    install(has_triton)
+    config = load([], layer)
+    assert config.actor.kernels == kernels
+    critic = "plain" if kernels == "te" else kernels
+    assert config.critic.kernels == ("fused" if layer.get("actor.kernels") == "plain" else critic)
+    dump(config, tmp_path / "config.yaml")
+    install(not has_triton)
+    assert load([tmp_path / "config.yaml"]) == config
 
 
 def test_empty_files_and_sections_change_nothing(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_grouped_experts_exist_twice_and_are_given_up_if_that_is_enough() -> Non
 
 def test_bytes_of_a_parameter_and_of_shared_states() -> None:
     def of_actor(**overrides: Any) -> dict[str, float]:
-        config = sized("4-nodes", "Qwen3-8B", **overrides)
+        config = sized("4-nodes", "Qwen3-8B", **{"actor.kernels": "plain"} | overrides)
         found = [one for place in plan(config, spec_at(config.model)) for one in place.footprints]
         actor = next(one for one in found if one.role == "actor")
         count = parameters(spec_at(config.model), config.actor.parallel, 0)
@@ -276,8 +276,10 @@ def test_the_command_prints_it_and_says_what_does_not_fit(
         "as it says"
     )
     assert "fits" in capsys.readouterr().out
-    assert main([*line, "--json", "--site.gpu_memory_gib=400"]) == 0
+    assert "qwen3, 14.77 G parameters, bfloat16, fused kernels\n" in told
+    assert main([*line, "--json", "--site.gpu_memory_gib=400", "--actor.kernels=plain"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert (found["model"]["kernels"], found["model"]["experts"]) == ("plain", "sequential")
     assert [place["fits"] for place in found["places"]] == [True] * 2
     assert {role["role"] for place in found["places"] for role in place["roles"]} == {
         "rollout",
@@ -310,12 +312,13 @@ def test_what_cannot_be_reckoned_is_said(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
-    (found,) = check_memory(sized("1-nodes", "Qwen3-8B"))
+    (found,) = check_memory(sized("1-nodes", "Qwen3-8B", **{"actor.kernels": "plain"}))
     assert (
         found.startswith("groups.actor: found actor: ")
         and "it fits with actor.optimizer.offload: true;" in found
     )
-    assert not list(check_memory(sized("1-nodes", "Qwen3-8B", **{"site.gpu_memory_gib": 0})))
+    assert not list(check_memory(sized("1-nodes", "Qwen3-8B")))
+    assert not list(check_memory(sized("1-nodes", "Qwen3-14B", **{"site.gpu_memory_gib": 0})))
     (found,) = check_memory(
         sized("1-nodes", "Qwen3-4B", **{"rollout.engine.flags.mem_fraction_static": 0.1})
     )

@@ -93,7 +93,7 @@ def test_rotary(s: int, b: int, heads: int, dim: int):
             lambda t, cut=cut: _apply_rotary_pos_emb_bshd(t[:, :, cut], angles),
             given,
         )
-    with pytest.raises(ValueError, match="angles of shape"):
+    with pytest.raises(ConfigError, match="found fused with angles of shape"):
         triton_layers.rotary(given[:, :, :heads].to(DEVICE), angles[..., : dim // 2])
 
 

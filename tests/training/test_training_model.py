@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -171,6 +173,26 @@ def test_kernels_that_are_not_here_are_refused_by_name(
         PolicyModel(
             read_config(tiny), ModelConfig(), ParallelConfig(), ActorConfig(kernels=kernels)
         )
+
+
+def test_a_node_on_which_triton_cannot_compile_is_named(monkeypatch: pytest.MonkeyPatch):
+    """By the name of the setting. A fault of the device stays one, which another node may lack."""
+    from relax_hpc.training.models import kernels
+
+    faults = [RuntimeError("Failed to find C compiler"), torch.AcceleratorError("an ECC error")]
+    layers = SimpleNamespace(install=lambda: None)
+    monkeypatch.setitem(sys.modules, "relax_hpc.training.models.triton_layers", layers)
+    monkeypatch.setattr("relax_hpc.training.models.triton_layers", layers, raising=False)
+    monkeypatch.setitem(kernels._MODULES, "fused", ())
+
+    def fail(device: str) -> None:
+        raise faults.pop(0)
+
+    layers.run_small_norm = fail
+    with pytest.raises(ConfigError, match=r"found fused, but .*C compiler.*set plain"):
+        kernels.prepare("fused", "cuda")
+    with pytest.raises(torch.AcceleratorError):
+        kernels.prepare("fused", "cuda")
 
 
 @pytest.mark.parametrize(

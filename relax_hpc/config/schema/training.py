@@ -125,8 +125,9 @@ class TrainerConfig:
     kernels: Kernels = "plain"
     """Implementation of the layers. The actor's setting also applies to the forward roles. `plain`:
     torch, on every device. `fused`: Triton kernels, on GPUs, for norms, rotary embedding, gated
-    activation, log-probabilities and Adam. `te`: Transformer Engine, which is refused unless its
-    layer is as close to float32 as a plain layer."""
+    activation, log-probabilities and Adam. `te`: Transformer Engine. `fused` and `te` are refused
+    unless their layer is as close to float32 as a plain layer. If it is not set, a model in
+    bfloat16 on GPUs uses `fused`, if Triton is installed."""
     experts: Experts = "auto"
     """Computation of the experts of a rank. `sequential`: one after the other. `grouped`: all in
     one product of torch (`torch.nn.functional.grouped_mm`), for which a second copy of the layer's

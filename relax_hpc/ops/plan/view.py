@@ -13,6 +13,7 @@ from relax_hpc.config.schema import Config, ParallelConfig
 from relax_hpc.ops.plan.footprint import GIB, Footprint, Sizes
 from relax_hpc.ops.plan.model_memory import parameters
 from relax_hpc.ops.plan.plan import USABLE, GpuSet, plan
+from relax_hpc.training.models.expert_grouping import groups_experts
 from relax_hpc.training.models.spec import ModelSpec
 
 RESULTS = Path(__file__).parents[3] / "tools/bench/results"
@@ -64,7 +65,11 @@ def _measured_peaks(folder: Path) -> Iterator[str]:
 
 
 def _lines(config: Config, spec: ModelSpec, gpu_sets: Sequence[GpuSet]) -> Iterator[str]:
-    yield f"{spec.model_type}, {_millions(_parameters(spec))} parameters, {config.model.dtype}"
+    parts = [f"{spec.model_type}, {_millions(_parameters(spec))} parameters, {config.model.dtype}"]
+    parts.append(f"{config.actor.kernels} kernels")
+    if spec.experts:
+        parts.append(f"{_experts(config, spec)} experts")
+    yield ", ".join(parts)
     yield "GiB on the fullest GPU of each role, in its worst phase"
     yield basis()
     if config.model.device != "cuda":
@@ -129,6 +134,8 @@ def _as_json(config: Config, spec: ModelSpec, gpu_sets: Sequence[GpuSet]) -> dic
             "type": spec.model_type,
             "parameters": _parameters(spec),
             "dtype": config.model.dtype,
+            "kernels": config.actor.kernels,
+            "experts": _experts(config, spec),
         },
         "places": [
             {
@@ -155,6 +162,13 @@ def _role_as_json(footprint: Footprint) -> dict[str, Any]:
         "pinned_per_node": _rounded(footprint.pinned),
         "host_per_node": _rounded(footprint.host),
     }
+
+
+def _experts(config: Config, spec: ModelSpec) -> str:
+    """How the actor computes experts: the value of `actor.experts` that `auto` stands for."""
+    actor = config.actor
+    is_grouped = groups_experts(actor.experts, spec, config.model, actor.parallel)
+    return "grouped" if is_grouped else "sequential"
 
 
 def _rounded(sizes: Sizes) -> dict[str, int]:

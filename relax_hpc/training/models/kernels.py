@@ -39,6 +39,29 @@ def prepare(kernels: Kernels, device: str) -> None:
         from relax_hpc.training.models import triton_layers
 
         triton_layers.install()
+        if device == "cuda":
+            compile_first(device)
+
+
+def compile_first(device: str) -> None:
+    """Compile one kernel of `fused` and run it on ``device``.
+
+    Triton 3.7 needs a C compiler at run time, which some nodes lack. ConfigError: it fails, except
+    for faults of the device.
+    """
+    import torch
+
+    from relax_hpc.training.models import triton_layers
+
+    try:
+        triton_layers.run_small_norm(device)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"actor.kernels: found fused, but Triton cannot compile a kernel here ({error}); "
+            "install a C compiler, or set plain"
+        ) from error
 
 
 def interprets() -> bool:

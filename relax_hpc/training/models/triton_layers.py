@@ -17,6 +17,7 @@ from megatron.core.transformer import mlp
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.training.models.norm import RMSNorm
 
 # Elements that a program processes in one step.
@@ -33,6 +34,12 @@ def install() -> None:
     mlp.bias_swiglu_impl = swiglu
 
 
+def run_small_norm(device: str) -> None:
+    """Compile and run the forward kernel of the norm for a few values on ``device``."""
+    values = torch.ones(1, 8, device=device)
+    _RMSNorm.apply(values, values[0], 1e-6)
+
+
 class FusedRMSNorm(RMSNorm):
     """`RMSNorm` as a Triton kernel."""
 
@@ -45,12 +52,13 @@ def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate queries or keys [s, b, heads, dim] by the angles `freqs` [s, 1, 1, dim] float32, whose
     halves are equal.
 
-    ValueError: the angles are for a part of a head, differ between rows of a batch, or are for
+    ConfigError: the angles are for a part of a head, differ between rows of a batch, or are for
     interleaved pairs.
     """
     if interleaved or freqs.shape != (t.shape[0], 1, 1, t.shape[3]):
-        raise ValueError(
-            f"angles of shape {tuple(freqs.shape)} for {tuple(t.shape)}, interleaved {interleaved}"
+        raise ConfigError(
+            f"actor.kernels: found fused with angles of shape {tuple(freqs.shape)} for "
+            f"{tuple(t.shape)}, interleaved {interleaved}, allowed for this model: plain"
         )
     return _Rotary.apply(t, freqs)
 
@@ -59,7 +67,10 @@ def swiglu(x: Tensor, bias: None = None, *_: Any) -> Tensor:
     """silu(x[..., :d]) * x[..., d:] of x [..., 2 d]. A bias is not supported; further arguments of
     megatron-core are ignored."""
     if bias is not None:
-        raise ValueError("swiglu: found a bias, allowed: none")
+        raise ConfigError(
+            "actor.kernels: found fused with a bias of the gated activation, allowed for this "
+            "model: plain"
+        )
     return _SwiGLU.apply(x)
 
 
