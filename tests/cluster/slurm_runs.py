@@ -69,7 +69,11 @@ OVER: dict[str, Any] = {
     "rollout": {"replicas": 2},
     "slurm": {"time": "60", "signal_s": 60},
     # A node for each, so that the death of one concerns one group.
-    "site": {"options": {"exclusive": ""}},
+    # Options that relax_hpc writes, some replaced and some removed, as sites need it.
+    "site": {
+        "options": {"exclusive": "", "ntasks-per-node": None, "open-mode": "truncate"},
+        "srun_options": {"wait": "60", "mem": None},
+    },
     "groups": {
         "reference": None,
         "hub": {"resources": {"nodes": 2}},

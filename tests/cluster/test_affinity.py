@@ -15,13 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.sandbox import Sandbox
 from relax_hpc.cluster.sandbox.processes import until
 from relax_hpc.cluster.slurm.allocation import Allocation, GroupNodes
 from relax_hpc.cluster.slurm.commands import Slurm
-from relax_hpc.cluster.slurm.srun import srun_options
 from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
 from relax_hpc.config import Config, load
 from relax_hpc.config.groups import group_roles
@@ -162,25 +160,6 @@ def test_the_machine_says_where_cores_and_gpus_are(tmp_path: Path) -> None:
     assert {
         cpu for core in read_cores(os.sched_getaffinity(0)) for cpu in core.cpus
     } == os.sched_getaffinity(0)
-
-
-def test_srun_options_are_the_sites_but_for_ours() -> None:
-    config = load([])
-    assert srun_options(config) == ["--distribution=block:block", "--cpu-bind=none"]
-    config.site.srun_options = {"cpu-bind": "cores", "cpu-freq": "high", "unbuffered": ""}
-    config.site.setup = ["ulimit -n 65536"]
-    limits = "--propagate=NOFILE,MEMLOCK,NPROC,STACK"
-    assert srun_options(config) == [limits, "--distribution=block:block", "--cpu-bind=cores", "--cpu-freq=high",
-                                    "--unbuffered"]  # fmt: skip
-    for wrong, says in (
-        ({"mpi": "none"}, "set site.mpi.launcher instead"),
-        ({"output": "x"}, "it cannot be changed"),
-        ({"--hint": "x"}, "allowed: the long name of an srun option"),
-        ({"hint": "a\nb"}, "without line breaks"),
-    ):
-        config.site.srun_options = wrong
-        with pytest.raises(ConfigError, match=says):
-            srun_options(config)
 
 
 # -- on a real Slurm -------------------------------------------------------------------------------

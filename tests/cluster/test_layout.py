@@ -149,7 +149,7 @@ def test_an_option_without_a_value_is_refused_unless_it_is_a_flag() -> None:
     config = make(**{"groups.hub.resources.options": {"constraint": ""}})
     with pytest.raises(
         ConfigError,
-        match=r"options\.constraint: found nothing, allowed: a value; null in a group's",
+        match=r"options\.constraint: found nothing, allowed: a value, or null to remove",
     ):
         render(resolve(config))
     assert (

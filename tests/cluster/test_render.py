@@ -334,7 +334,7 @@ def test_flags_memory_and_other_options() -> None:
         ({"site.partition": "a\rb"}, "partition: .*no line breaks"),
         ({"site.options": {"--qos": "a"}}, "options: found '--qos', allowed: the long name"),
         ({"site.options": {"no-requeue": ""}}, "options.no-requeue: .*set layout instead"),
-        ({"site.options": {"output": "x"}}, "options.output: .*it cannot be changed"),
+        ({"site.options": {"array": "1-3"}}, "options.array: .*it cannot be changed"),
         ({"site.env": {"A=1;B": "x"}}, "site.env: found 'A=1;B', allowed: names of letters"),
         (
             {"groups": {"actor": {"resources": {"memory": "all"}}}},

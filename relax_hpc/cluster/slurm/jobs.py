@@ -22,7 +22,7 @@ from relax_hpc.cluster.slurm.node_check import check_nodes, exclude_option
 from relax_hpc.cluster.slurm.orphans import OrphanedGroupJob
 from relax_hpc.cluster.slurm.render import render_group
 from relax_hpc.cluster.slurm.silent_groups import SilentGroups
-from relax_hpc.cluster.slurm.srun import limit_options
+from relax_hpc.cluster.slurm.srun import changed_srun, limit_options
 from relax_hpc.cluster.slurm.standby import Standby
 from relax_hpc.cluster.slurm.steps import StepLauncher
 from relax_hpc.cluster.slurm.submissions import Ledger, Submission
@@ -86,6 +86,7 @@ class _HeadJob:
             group,
             safe,
             limit_options(self.config),
+            partial(changed_srun, config=self.config, group=group or "hub"),
         )
 
     def before_wait(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from relax_hpc.base.errors import ConfigError, Mistakes
 from relax_hpc.config.groups import group_roles, group_settings, rank_count
@@ -44,6 +45,8 @@ class Component:
     time: str
     options: dict[str, str]
     """sbatch options by long name. Options of the group replace those of the site."""
+    removed: frozenset[str] = frozenset()
+    """Options of relax_hpc that the user removes."""
 
     @property
     def name(self) -> str:
@@ -231,7 +234,7 @@ def _local_job(config: Config) -> list[Component]:
         gpus_per_node=gpus,
         memory=_memory(config, *(group.memory for group in resources)),
         time=config.slurm.time,
-        options=_stated_options(config, gpus, [group.options for group in resources]),
+        **_changes(_stated_options(config, gpus, [group.options for group in resources])),
     )
     return [allocation]
 
@@ -255,12 +258,14 @@ def _component(
         gpus_per_node=_gpus(config, name),
         memory=_memory(config, resources.memory),
         time=time or config.slurm.time,
-        options=_stated_options(
-            config,
-            _gpus(config, name),
-            [resources.options],
-            hub=name == HUB,
-            has_hub=has_hub,
+        **_changes(
+            _stated_options(
+                config,
+                _gpus(config, name),
+                [resources.options],
+                hub=name == HUB,
+                has_hub=has_hub,
+            )
         ),
     )
 
@@ -271,9 +276,9 @@ def _stated_options(
     groups: Sequence[Mapping[str, str | None]],
     hub: bool = False,
     has_hub: bool = True,
-) -> dict[str, str]:
-    """sbatch options of an allocation with ``gpus`` on each node: the options of the site, then
-    those of its ``groups``, where a null removes an option.
+) -> dict[str, str | None]:
+    """sbatch options of an allocation with ``gpus`` on each node: those of the site, of the kind of
+    nodes, and of its ``groups``. None removes an option.
 
     ``hub``: it is the hub alone; ``has_hub``: the hub is in it. Only the allocation with the hub
     sends the mails that the site's options request, because the others tell nothing about the run.
@@ -281,11 +286,21 @@ def _stated_options(
     options: dict[str, str | None] = {**_queue_options(config, hub), **config.site.options}
     if not has_hub:
         options.pop(_MAIL_TYPES, None)
-    if gpus:
-        options |= config.site.gpu_options
+    options |= config.site.gpu_options if gpus else config.site.cpu_options
     for group in groups:
         options |= group
-    return {name: value for name, value in options.items() if value is not None}
+    return options
+
+
+class _Changes(TypedDict):
+    options: dict[str, str]
+    removed: frozenset[str]
+
+
+def _changes(options: Mapping[str, str | None]) -> _Changes:
+    """Fields of a `Component`: the options that are stated, and the names of the others."""
+    stated = {name: value for name, value in options.items() if value is not None}
+    return {"options": stated, "removed": frozenset(options.keys() - stated.keys())}
 
 
 def _queue_options(config: Config, hub: bool = False) -> dict[str, str]:

@@ -16,7 +16,7 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.container import container_command, container_srun_options, role_python
 from relax_hpc.cluster.slurm.mpi import find_mpi_problem, mpi_plugin, needs_mpi
 from relax_hpc.cluster.slurm.node_probe import BadNodes, excluded_nodes
-from relax_hpc.cluster.slurm.srun import srun_options
+from relax_hpc.cluster.slurm.srun import changed_srun, placing_options
 from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_settings
@@ -83,7 +83,7 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
     probe += ["--run_dir", str(run.root)]
     srun = [*launcher.srun_on_nodes(nodes), f"--mpi={mpi_plugin(config) if mpi else 'none'}"]
     srun += ["--ntasks-per-node=1", f"--ntasks={nodes.nodes}"]
-    srun += [*srun_options(config), "--export=ALL"]
+    srun += [*placing_options(config), "--export=ALL"]
     # The probe requests GPUs in the same way as the roles, so that it sees the same GPUs.
     if config.model.device == "cuda" and group.resources.gpus_per_node:
         probe += ["--gpus", str(group.resources.gpus_per_node)]
@@ -94,10 +94,10 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
         probe += ["--interface", interface]
     if mpi:
         probe.append("--mpi")
+    srun += ["--job-name=preflight", *container_srun_options(config, run.root)]
     in_container = config.site.container.runtime != "none"
     step = subprocess.Popen(
-        [*srun, "--job-name=preflight", *container_srun_options(config, run.root),
-         *container_command(config, run.root), *probe],
+        [*changed_srun(srun, config, name), *container_command(config, run.root), *probe],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +17,11 @@ from relax_hpc.base.local_dir import CACHES
 from relax_hpc.cluster.slurm.container import check_container
 from relax_hpc.cluster.slurm.het_options import neutral_options
 from relax_hpc.cluster.slurm.layout import Component, components, group_component, job_name
-from relax_hpc.cluster.slurm.srun import srun_options
+from relax_hpc.cluster.slurm.own_options import SBATCH, check_changes
+from relax_hpc.cluster.slurm.srun import check_srun_options
 from relax_hpc.config.schema import Config
+from relax_hpc.net.rendezvous.process import END_SIGNAL
 
-# `requeue` and `no-kill` follow from the layout. In Slurm 22.05 a component of a heterogeneous job
-# cannot be requeued alone, and if Slurm requeues it after a node failure, the job never starts
-# again. So such a job has --no-requeue, and with --no-kill a component survives a lost node.
-OWN_OPTIONS = {
-    "job-name": "name",
-    "nodes": "groups.<group>.resources.nodes",
-    "ntasks": "the sizes of the group's roles",
-    "ntasks-per-node": "the sizes of the group's roles",
-    "cpus-per-task": "groups.<group>.resources.cpus_per_task",
-    "time": "slurm.time",
-    "gpus": "groups.<group>.resources.gpus_per_node",
-    "gpus-per-node": "groups.<group>.resources.gpus_per_node",
-    "signal": "slurm.signal_s",
-    "output": "",
-    "error": "",
-    "open-mode": "",
-    "export": "site.env",
-    "requeue": "layout",
-    "no-requeue": "layout",
-    "no-kill": "layout",
-    "array": "",
-    "dependency": "",
-    "chdir": "",
-    "wrap": "",
-}
-"""sbatch options that relax_hpc derives from other settings -> the setting to use instead, or
-empty."""
 FLAGS = frozenset(
     (
         "contiguous",
@@ -62,6 +36,9 @@ FLAGS = frozenset(
         "reboot",
         "spread-job",
         "stepmgr",
+        "no-kill",
+        "no-requeue",
+        "requeue",
         "use-min-nodes",
         "verbose",
         "x11",
@@ -147,8 +124,7 @@ def directive(name: str, value: str) -> str:
         )
     if not value and name not in FLAGS:
         raise ConfigError(
-            f"options.{name}: found nothing, allowed: a value; null in a group's options removes "
-            "an option of the site"
+            f"options.{name}: found nothing, allowed: a value, or null to remove the option"
         )
     return f"--{name}={_quote(value, name)}" if value else f"--{name}"
 
@@ -162,7 +138,11 @@ def render_environment(config: Config) -> str:
 def _refuse_mistakes(config: Config) -> None:
     """ConfigError with all reasons why no script of the run can be written."""
     mistakes, allocations = Mistakes(), list[Component]()
-    checks: tuple[Callable[[Config], object], ...] = (_run_variables, srun_options, _environment)
+    checks: tuple[Callable[[Config], object], ...] = (
+        _run_variables,
+        check_srun_options,
+        _environment,
+    )
     for check in checks:
         with mistakes:
             check(config)
@@ -173,17 +153,18 @@ def _refuse_mistakes(config: Config) -> None:
     jobs = [[job] for job in allocations] if config.layout == "jobs" else [allocations]
     for job_components in jobs:
         with mistakes:
-            _directives(config, job_components)
+            _directives(config, job_components, config.layout == "het")
     mistakes.raise_if_any()
 
 
 def _render(config: Config, job_components: list[Component], **variables: Any) -> str:
     # These errors must appear now, not after the job has waited for its nodes.
-    srun_options(config)
+    check_srun_options(config)
     check_container(config, Path(config.run_dir))
     directives = {
-        "parts": _directives(config, job_components),
-        "signal_s": config.slurm.signal_s,
+        "parts": _directives(
+            config, job_components, bool(variables["het"]), str(variables["output"])
+        )
     }
     return _template("job.sbatch.j2").render(**directives, **_environment(config), **variables)
 
@@ -231,10 +212,11 @@ def _run_variables(config: Config, group: str = "") -> dict[str, str]:
             f"run_dir: found {config.run_dir!r}, allowed: no % and no \\, which sbatch would "
             "replace"
         )
+    _quote(config.run_dir, "run_dir")
     return {
         "by_hand": "",
         "site": "",
-        "output": _quote(str(run_dir / "logs" / "slurm-%j.log"), "run_dir"),
+        "output": str(run_dir / "logs" / "slurm-%j.log"),
         "run_dir": shlex.quote(config.run_dir),
         "code": shlex.quote(str(run_dir / "code")),
         "python": shlex.quote(config.site.python or sys.executable),
@@ -242,60 +224,117 @@ def _run_variables(config: Config, group: str = "") -> dict[str, str]:
     }
 
 
-def _directives(config: Config, job_components: list[Component]) -> list[dict[str, Any]]:
-    """The components of one job for the template, with checked values and complete options."""
+def _directives(
+    config: Config,
+    job_components: list[Component],
+    het: bool,
+    output: str = "slurm-%j.log",
+) -> list[dict[str, Any]]:
+    """The components of one job for the template: names, and #SBATCH options as text."""
     mistakes = Mistakes()
-    options = [_options(config, component, mistakes) for component in job_components]
+    own = [_own_options(config, component, het, output, mistakes) for component in job_components]
+    options = [_options(config, component, het, mistakes) for component in job_components]
+    # The first component sends the signal and writes the output of the whole job.
+    for later in own[1:]:
+        for name in _OF_FIRST_COMPONENT:
+            later.pop(name, None)
     additions: list[dict[str, str]] = [{} for _ in job_components]
     names = [component.name for component in job_components]
     with mistakes:
         additions = neutral_options(list(zip(names, options, strict=True)))
     directives = []
-    for component, stated, added in zip(job_components, options, additions, strict=True):
-        lines = []
-        for option, value in stated.items():
-            with mistakes:
-                lines.append(directive(option, value))
-        # The equals sign stays if the value is empty, because a flag would have another meaning.
-        lines += [f"--{option}={value}" for option, value in added.items()]
+    for component, derived, stated, added in zip(
+        job_components, own, options, additions, strict=True
+    ):
         with mistakes:
-            texts = {
-                "job_name": _job_name(config, component),
-                "options": lines,
-                "standby": _has_standby(component),
-            }
-            directives.append(asdict(component) | texts)
+            directives.append(_lines(component, derived, stated, added))
     mistakes.raise_if_any()
     return directives
 
 
-def _job_name(config: Config, component: Component) -> str:
-    # If the name of the run itself is wrong, this reports it once, and not for each component.
-    _quote(config.name, "name")
-    return _quote(job_name(config, component), "name")
+_SIZE = ("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time")
+_AFTER_LOSS = ("no-kill", "requeue", "no-requeue")
+_OF_FIRST_COMPONENT = ("signal", "output", "open-mode", "export")
 
 
-def _options(config: Config, component: Component, mistakes: Mistakes) -> dict[str, str]:
-    """Options of a component except its size. The memory of a group replaces a memory option of the
-    site."""
-    memory = component.memory
-    stated = {
-        name: value for name, value in component.options.items() if name not in MEMORY or not memory
+def _lines(
+    component: Component,
+    derived: Mapping[str, str],
+    stated: Mapping[str, str],
+    added: Mapping[str, str],
+) -> dict[str, Any]:
+    """Texts of #SBATCH lines of a component. ``derived``: options of relax_hpc; ``stated``: further
+    ones of the user, of which some replace a derived one; ``added``: options that neutralise those
+    of an earlier component."""
+    options = {name: stated.get(name, value) for name, value in derived.items()}
+    options = {name: value for name, value in options.items() if name not in component.removed}
+    mistakes, lines = Mistakes(), dict[str, list[str]]()
+    for key, names in (("size", _SIZE), ("after_loss", _AFTER_LOSS), ("job", _OF_FIRST_COMPONENT)):
+        with mistakes:
+            lines[key] = [directive(name, options[name]) for name in names if name in options]
+    further = {name: value for name, value in stated.items() if name not in options}
+    lines["options"] = []
+    for name, value in further.items():
+        with mistakes:
+            lines["options"].append(directive(name, value))
+    # The equals sign stays if the value is empty, because a flag would have another meaning.
+    lines["options"] += [f"--{option}={value}" for option, value in added.items()]
+    mistakes.raise_if_any()
+    return {"groups": component.groups, "standby": _has_standby(component), **lines}
+
+
+def _own_options(
+    config: Config, component: Component, het: bool, output: str, mistakes: Mistakes
+) -> dict[str, str]:
+    """Options that relax_hpc derives from other settings, except memory and GPUs."""
+    name = component.name
+    with mistakes:
+        # If the name of the run is wrong, this reports it once, not for each component.
+        _quote(config.name, "name")
+        name = job_name(config, component)
+    options = {
+        "job-name": name,
+        "nodes": str(component.nodes),
+        "ntasks-per-node": str(component.tasks_per_node),
+        "cpus-per-task": str(component.cpus_per_task),
+        "time": component.time,
     }
-    for name in filter(OWN_OPTIONS.__contains__, stated):
-        instead = (
-            f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
-        )
+    if het or _has_standby(component):
+        options["no-kill"] = ""
+    # In Slurm 22.05 a component of a heterogeneous job cannot be requeued alone, and if Slurm
+    # requeues it after a node failure, the job never starts again. So such a job has --no-requeue,
+    # and with --no-kill a component survives a lost node.
+    options["no-requeue" if het else "requeue"] = ""
+    signal = f"B:{END_SIGNAL.name.removeprefix('SIG')}@{config.slurm.signal_s}"
+    return options | {
+        "signal": signal,
+        "output": output,
+        "open-mode": "append",
+        "export": "ALL",
+    }
+
+
+def _options(config: Config, component: Component, het: bool, mistakes: Mistakes) -> dict[str, str]:
+    """Options that the user states, and those for memory and GPUs. The memory of a group replaces a
+    memory option of the site."""
+    memory = "" if "mem" in component.removed else component.memory
+    removed = dict.fromkeys(component.removed)
+    check_changes("options", {**component.options, **removed}, SBATCH, mistakes)
+    if het and "requeue" in component.options:
         mistakes.add(
-            f"options.{name}: found {stated[name]!r}, but it is set by relax_hpc; {instead}"
+            "options.requeue: found in layout het, where a requeue by Slurm would end the run; "
+            "take layout: jobs"
         )
     if memory and not _MEMORY.fullmatch(memory):
         mistakes.add(
             f"groups.{component.name}.resources.memory: found {memory!r}, allowed: 64G, 500M, 0 "
             "(all)"
         )
-    options = {name: value for name, value in stated.items() if name not in OWN_OPTIONS}
+    options = {
+        name: value for name, value in component.options.items() if name not in MEMORY or not memory
+    }
     gpus = gpu_options(config, component.gpus_per_node, options.pop("gres", ""))
+    gpus = {name: value for name, value in gpus.items() if name not in component.removed}
     return gpus | options | ({"mem": memory} if memory else {})
 
 

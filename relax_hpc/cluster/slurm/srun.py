@@ -1,85 +1,128 @@
-"""The srun options of a role: those that a site may choose, and those that relax_hpc derives from
-other settings."""
+"""The srun options of a step: those that relax_hpc writes, changed by the site and the group."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from relax_hpc.base.errors import Mistakes
+from relax_hpc.cluster.slurm.own_options import SRUN, check_changes
+from relax_hpc.config.groups import group_settings
 from relax_hpc.config.schema import Config
 
-OWN_OPTIONS = {
-    "jobid": "",
-    "het-group": "",
-    "overlap": "",
-    "exclusive": "",
-    "exact": "",
-    "nodes": "groups.<group>.resources.nodes",
-    "ntasks": "the sizes of the group's roles",
-    "ntasks-per-node": "the sizes of the group's roles",
-    "cpus-per-task": "groups.<group>.resources.cpus_per_task",
-    "mem": "groups.<group>.resources.memory",
-    "gpus": "groups.<group>.resources.gpus_per_node",
-    "gpus-per-node": "groups.<group>.resources.gpus_per_node",
-    "mpi": "site.mpi.launcher",
-    "export": "site.env",
-    "job-name": "",
-    "output": "",
-    "error": "",
-    "open-mode": "",
-    "kill-on-bad-exit": "",
-    "no-kill": "",
-    "wait": "",
-    "container-image": "site.container.image",
-    "container-mounts": "site.container.mounts",
-}
-"""srun options that relax_hpc derives from other settings -> the setting to use instead, or
-empty."""
 _LIMITS = "NOFILE,MEMLOCK,NPROC,STACK"
 """Resource limits set by `site.setup` that steps must inherit."""
 _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
+_PLUGIN = re.compile(r"[a-z][a-z0-9_]*")
+FLAGS = frozenset(
+    (
+        "contiguous",
+        "disable-status",
+        "exact",
+        "exclusive",
+        "label",
+        "mpi-combine",
+        "no-allocate",
+        "no-container-mount-home",
+        "no-kill",
+        "overcommit",
+        "overlap",
+        "oversubscribe",
+        "preserve-env",
+        "propagate",
+        "quiet",
+        "reboot",
+        "spread-job",
+        "unbuffered",
+        "use-min-nodes",
+        "verbose",
+        "whole",
+        "x11",
+    )
+)
+"""srun options that may stand without a value, in Slurm 22.05 to 25.05."""
 
 
-def srun_options(config: Config) -> list[str]:
-    """Options of srun that place the ranks of a role, and the options of the site. ConfigError for
-    options that a site must not set.
+def check_srun_options(config: Config) -> None:
+    """ConfigError for changes of srun options that are not allowed, with all mistakes."""
+    settings = {
+        "site.srun_options": config.site.srun_options,
+        "site.cpu_srun_options": config.site.cpu_srun_options,
+        "site.gpu_srun_options": config.site.gpu_srun_options,
+    }
+    for name, group in config.groups.items():
+        settings[f"groups.{name}.resources.srun_options"] = group.resources.srun_options
+    mistakes = Mistakes()
+    for key, changes in settings.items():
+        for name, value in changes.items():
+            if not _LONG_NAME.fullmatch(name) or not (value or "").isprintable():
+                mistakes.add(
+                    f"{key}: found {name!r}: {value!r}, allowed: the long name of an srun option, "
+                    "without dashes before, and a value without line breaks"
+                )
+            elif value == "" and name not in FLAGS:
+                mistakes.add(
+                    f"{key}.{name}: found nothing, allowed: a value, or null to remove the option"
+                )
+        check_changes(key, changes, SRUN, mistakes)
+    launcher = config.site.mpi.launcher
+    if not _PLUGIN.fullmatch(launcher):
+        mistakes.add(
+            f"site.mpi.launcher: found {launcher!r}, allowed: mpiexec, or a plugin that "
+            "srun --mpi=list shows"
+        )
+    mistakes.raise_if_any()
+
+
+def changed_srun(command: Sequence[str], config: Config, group: str) -> list[str]:
+    """``command`` with the changes of the site and of ``group``. Its first argument is srun, the
+    others are options with long names.
+
+    >>> from relax_hpc.config.schema import GroupConfig
+    >>> config = Config(groups={"actor": GroupConfig()})
+    >>> config.site.srun_options = {"mem": None, "cpu-freq": "high"}
+    >>> config.groups["actor"].resources.srun_options = {"wait": "60"}
+    >>> changed_srun(["srun", "--overlap", "--mem=0", "--wait=0"], config, "actor")
+    ['srun', '--overlap', '--wait=60', '--cpu-freq=high']
+    """
+    changes = srun_changes(config, group)
+    changed = [command[0]]
+    for argument in command[1:]:
+        name = argument.removeprefix("--").partition("=")[0]
+        if name not in changes:
+            changed.append(argument)
+            continue
+        value = changes.pop(name)
+        if value is not None:
+            changed.append(_option(name, value))
+    added = {name: value for name, value in changes.items() if value is not None}
+    return changed + [_option(name, value) for name, value in added.items()]
+
+
+def srun_changes(config: Config, group: str) -> dict[str, str | None]:
+    """Changes of srun options for the steps of ``group``: of the site, of its kind of nodes, and of
+    the group itself. None removes an option."""
+    site, resources = config.site, group_settings(config, group).resources
+    of_kind = site.gpu_srun_options if resources.gpus_per_node else site.cpu_srun_options
+    return {**site.srun_options, **of_kind, **resources.srun_options}
+
+
+def placing_options(config: Config) -> list[str]:
+    """Options of srun that place the ranks of a role and pass on its resource limits.
 
     Ranks fill one node before the next, and its sockets in order. Each step has all cores of its
     group on the node, and the ranks divide them (`relax_hpc.net.rendezvous.affinity`), unless the
     site lets Slurm bind them.
     """
-    site, mistakes = config.site, Mistakes()
-    for name, value in site.srun_options.items():
-        if name in OWN_OPTIONS:
-            instead = (
-                f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
-            )
-            mistakes.add(
-                f"site.srun_options.{name}: found {value!r}, but it is set by relax_hpc; {instead}"
-            )
-        elif not _LONG_NAME.fullmatch(name) or not value.isprintable():
-            mistakes.add(
-                f"site.srun_options: found {name!r}: {value!r}, allowed: the long name of an srun "
-                "option, without dashes before, and a value without line breaks"
-            )
-    mistakes.raise_if_any()
-    options = {"distribution": "block:block", "cpu-bind": "none"} | site.srun_options
-    return [
-        *limit_options(config),
-        *(_option(name, value) for name, value in options.items() if name != "propagate"),
-    ]
+    return [*limit_options(config), "--distribution=block:block", "--cpu-bind=none"]
 
 
 def limit_options(config: Config) -> list[str]:
-    """Options of srun for the resource limits that a step inherits. Empty if the site has no setup
-    and no own choice."""
+    """Options of srun for the resource limits that a step inherits. Empty if the site has no
+    setup."""
     # The cluster's PropagateResourceLimits may be NONE. Steps would then not have the limits that
     # site.setup sets in the batch script.
-    options = {"propagate": _LIMITS} if config.site.setup else {}
-    options |= {
-        name: value for name, value in config.site.srun_options.items() if name == "propagate"
-    }
-    return [_option(name, value) for name, value in options.items()]
+    return [f"--propagate={_LIMITS}"] if config.site.setup else []
 
 
 def _option(name: str, value: str) -> str:

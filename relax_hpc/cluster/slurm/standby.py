@@ -31,12 +31,14 @@ class Standby:
         group: str = "",
         safe: Callable[[], bool] = lambda: True,
         limits: Sequence[str] = (),
+        change: Callable[[list[str]], list[str]] = list,
     ) -> None:
         """``safe`` returns whether the job may request a step. ``limits``: options of srun for the
-        resource limits that the standby inherits."""
+        resource limits that the standby inherits. ``change``: changes that users make to the
+        command of srun."""
         self.run, self.slurm, self.allocation = run, slurm, allocation
         self.node, self.group = node, group
-        self.safe, self.limits = safe, limits
+        self.safe, self.limits, self.change = safe, limits, change
         self._process: subprocess.Popen | None = None
         self._next_attempt, self._pause = 0.0, _AGAIN_S
         self._other_nodes: list[str] | None = None
@@ -74,7 +76,7 @@ class Standby:
     def _srun(self, node: str) -> list[str]:
         """Arguments of srun for one task on ``node``."""
         het = self.allocation.group_nodes["hub"].het
-        return [
+        own = [
             "srun",
             f"--jobid={self.allocation.job}",
             *([] if het is None else [f"--het-group={het}"]),
@@ -94,6 +96,7 @@ class Standby:
             *self.limits,
             f"--output={escape_patterns(self.run.root)}/logs/standby-%N-%t.log",
         ]
+        return self.change(own)
 
     def _head(self) -> list[str]:
         """Command of the standby."""

@@ -19,7 +19,7 @@ from relax_hpc.cluster.slurm.allocation import Allocation, GroupNodes
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
 from relax_hpc.cluster.slurm.container import container_command, container_srun_options, role_python
 from relax_hpc.cluster.slurm.mpi import mpi_defaults, mpi_plugin, mpi_variables
-from relax_hpc.cluster.slurm.srun import srun_options
+from relax_hpc.cluster.slurm.srun import changed_srun, placing_options
 from relax_hpc.cluster.supervise.command import Command
 from relax_hpc.cluster.supervise.group import Incarnation, Member
 from relax_hpc.cluster.supervise.launch_records import Launch, read_launch, record_launch
@@ -275,7 +275,7 @@ class StepLauncher:
         nodes = min(group_nodes.nodes, ranks)
         srun = self.srun_on_nodes(GroupNodes(group_nodes.job, nodes, group_nodes.het))
         srun += [f"--ntasks={ranks}", f"--ntasks-per-node={ranks // nodes}"]
-        srun += [*srun_options(config), "--export=ALL"]
+        srun += [*placing_options(config), "--export=ALL"]
         # Without this option, a step of Slurm 22.05 continues with a missing rank.
         srun.append("--kill-on-bad-exit=1")
         # The site's WaitTime would end the other ranks some time after the first one is done.
@@ -289,7 +289,8 @@ class StepLauncher:
         # writes is lost with the node of srun.
         logs = escape_patterns(self.run.logs(name, incarnation))
         srun.append(f"--output={logs}/{role}-rank-%t.log")
-        return [*srun, *container_srun_options(config, self.run.root)]
+        srun += container_srun_options(config, self.run.root)
+        return changed_srun(srun, config, name)
 
     def _role(self, config: Config, name: str, role: str, incarnation: int) -> list[str]:
         # The role is in the arguments, because Slurm 22.05 does not tell a task its component.

@@ -26,8 +26,12 @@ class ResourcesConfig:
     """Time limit of the group's own job in the layout `jobs`. If it is empty, slurm.time
     applies."""
     options: dict[str, str | None] = field(default_factory=dict)
-    """Further sbatch options by their long names: `{constraint: h100, exclude: "node[1-2]"}`. null
-    removes an option that `site.options` or `site.gpu_options` sets."""
+    """sbatch options of the group's jobs by their long names: `{constraint: h100, exclude:
+    "node[1-2]"}`. They replace options of the site and those that relax_hpc writes; null removes an
+    option."""
+    srun_options: dict[str, str | None] = field(default_factory=dict)
+    """srun options of the group's steps by their long names. They replace options of the site and
+    those that relax_hpc writes; null removes an option."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,8 +82,9 @@ class SlurmConfig:
 class MpiConfig:
     """Rendezvous of the ranks of a group."""
 
-    launcher: Literal["pmix", "pmi2", "mpiexec"] = "pmi2"
-    """Plugin of `srun --mpi`. `mpiexec` uses no plugin and requires that every group has one rank.
+    launcher: str = "pmi2"
+    """Plugin of `srun --mpi`: `pmi2`, `pmix`, or another one of the site such as `cray_shasta`.
+    `mpiexec` uses no plugin and requires that every group has one rank.
     The layout `local` uses no plugin either."""
     library: str = "wheel"
     """MPI library. `wheel`: the mpich wheel that is installed with mpi4py (works with pmi2).
@@ -132,16 +137,26 @@ class SiteConfig:
     memory_request: Literal["mem", "none"] = "mem"
     """Option by which jobs request memory. `none`: the site derives memory from the CPUs and
     accepts no memory option; `memory` of groups is ignored."""
-    options: dict[str, str] = field(default_factory=dict)
-    """Further sbatch options of every job by their long names, such as `reservation` or
-    `mail-user`."""
-    gpu_options: dict[str, str] = field(default_factory=dict)
-    """Further sbatch options of allocations with GPUs, such as `{constraint: a100}`."""
-    srun_options: dict[str, str] = field(default_factory=dict)
-    """Further srun options of every role by their long names, such as `{cpu-freq: high, mem-bind:
-    local}`. With `cpu-bind` Slurm binds the ranks to cores; without it each rank is bound to its
-    own cores near its GPU. Slurm ignores `hint` together with a binding, and every role has a
-    binding. Set `hint` in site.options, for the job."""
+    options: dict[str, str | None] = field(default_factory=dict)
+    """sbatch options of every job by their long names, such as `reservation` or `mail-user`. A
+    value replaces the value that relax_hpc writes, and null removes the option: `{mem: null,
+    ntasks-per-node: null}`. Options on which recovery depends (`signal`, `requeue`, `no-kill`) can
+    be replaced, not removed."""
+    cpu_options: dict[str, str | None] = field(default_factory=dict)
+    """sbatch options of allocations without GPUs, after `options`."""
+    gpu_options: dict[str, str | None] = field(default_factory=dict)
+    """sbatch options of allocations with GPUs, after `options`, such as `{constraint: a100}`."""
+    cpu_srun_options: dict[str, str | None] = field(default_factory=dict)
+    """srun options of groups without GPUs, after `srun_options`."""
+    gpu_srun_options: dict[str, str | None] = field(default_factory=dict)
+    """srun options of groups with GPUs, after `srun_options`."""
+    srun_options: dict[str, str | None] = field(default_factory=dict)
+    """srun options of every step by their long names, such as `{cpu-freq: high, mem-bind: local}`.
+    A value replaces the value that relax_hpc writes, and null removes the option: `{mem: null}`.
+    `kill-on-bad-exit`, `wait` and `no-kill` can be replaced, not removed. With `cpu-bind` Slurm
+    binds the ranks to cores; without it each rank is bound to its own cores near its GPU. Slurm
+    ignores `hint` together with a binding, and every role has a binding. Set `hint` in
+    site.options, for the job."""
     setup: list[str] = field(default_factory=list)
     """Lines of bash that every batch script runs first: `module purge`, `source /site/profile`,
     `ulimit -n 65536`. Roles and the standby supervisor inherit variables and limits (NOFILE,

@@ -55,7 +55,7 @@ def bind_to_share(config: Config, group: str, role: str) -> None:
     Slurm binds (`site.srun_options.cpu-bind`), or if there are fewer cores than ranks.
     """
     number = os.environ.get("SLURM_LOCALID", "")
-    if config.layout == "local" or not number.isdigit() or "cpu-bind" in config.site.srun_options:
+    if config.layout == "local" or not number.isdigit() or _binds(config, group):
         return
     cores = read_cores(os.sched_getaffinity(0))
     ranks = list_ranks_of_node(config, group, domains_of_gpus(config, group, cores))
@@ -70,6 +70,13 @@ def bind_to_share(config: Config, group: str, role: str) -> None:
     except OSError as error:
         message = f"{role}: cannot be bound to CPUs {sorted(share)}: {error}"
         print(message, file=sys.stderr, flush=True)
+
+
+def _binds(config: Config, group: str) -> bool:
+    """Whether Slurm binds the ranks of the group to cores."""
+    site, resources = config.site, group_settings(config, group).resources
+    of_kind = site.gpu_srun_options if resources.gpus_per_node else site.cpu_srun_options
+    return "cpu-bind" in {**site.srun_options, **of_kind, **resources.srun_options}
 
 
 def divide_cores(cores: Sequence[Core], ranks: Sequence[Rank]) -> dict[tuple[str, int], set[int]]:
