@@ -42,8 +42,10 @@ from relax_hpc.net.rendezvous.affinity import bind_to_share
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.process import (
     SignalFlag,
+    describe_end,
     die_with_parent,
     flag_stop_signals,
+    forbid_core_files,
     install_stack_dump,
     run_watched,
     set_private_umask,
@@ -297,6 +299,7 @@ def main(
     ``module``: name of this program. ``sidecar``: see `run_watched`.
     """
     set_private_umask()
+    forbid_core_files()
     args = parse(argv)
     mark = RunDir(args.run_dir).exit_mark(args.group, args.incarnation, args.role)
     use_folders_of_this_node()
@@ -313,7 +316,8 @@ def main(
 
     def handle_end(code: int) -> int:
         if code < 0:
-            write_exit_mark(mark, EXIT_RETRY, f"rank {rank} was ended by signal {-code}")
+            uses_nccl = args.role in WITH_RANKS and config.model.device == "cuda"
+            write_exit_mark(mark, EXIT_RETRY, f"rank {rank} {describe_end(code, uses_nccl)}")
         # The supervisor may run on another node and cannot clean up here.
         clear_staging(RunDir(args.run_dir))
         sweep_orphaned_memory()

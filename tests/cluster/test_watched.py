@@ -257,3 +257,19 @@ def test_a_stop_at_the_end_of_a_wait_is_no_failure(
     found = json.loads(mark.read_text())
     assert done.returncode == 75 and found["status"] == status, done.stderr
     assert (found["reason"] == "asked to stop") == (status == "stopped")
+
+
+def test_a_role_and_its_children_write_no_core_files() -> None:
+    """One of a rank with pinned memory would fill a disk."""
+    program = """
+import resource, subprocess, sys
+from relax_hpc.net.rendezvous.process import forbid_core_files
+resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
+forbid_core_files()
+show = "import resource; print(resource.getrlimit(resource.RLIMIT_CORE)[0])"
+subprocess.run([sys.executable, "-c", show], check=True)
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert process.stdout == "0\n"

@@ -352,6 +352,13 @@ FINDINGS = [
         ["rollout.engine.flags.speculative_algorithm: found it together with rollout.top_k"],
     ),
     (
+        {"rollout.engine.flags": {"quantization": "fp8"}},
+        [
+            "rollout.engine.flags.quantization: found 'fp8', allowed: none; SGLang cannot load updated"
+        ],
+    ),
+    ({"rollout.engine.flags": {"quantization": "fp8", "load_format": "flash_rl"}}, []),
+    (
         {"rollout.top_p": 0.9, "rollout.engine.kind": "simulated"},
         ["rollout.top_p: found 0.9 with engine simulated, which samples tokens uniformly"],
     ),

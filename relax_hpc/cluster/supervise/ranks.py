@@ -18,7 +18,13 @@ import sys
 from dataclasses import dataclass, field
 
 from relax_hpc.base.errors import EXIT_DONE, EXIT_RETRY
-from relax_hpc.net.rendezvous.process import PARENT, STOP_SIGNALS, die_with_parent, stop_signals
+from relax_hpc.net.rendezvous.process import (
+    PARENT,
+    STOP_SIGNALS,
+    describe_end,
+    die_with_parent,
+    stop_signals,
+)
 from relax_hpc.net.rendezvous.world import MEETING
 
 _WAKEUP_BYTES = 4096
@@ -107,8 +113,7 @@ def _await_ranks(ranks: list[_Rank], woken: int) -> int:
 
 def _report_failure(rank: _Rank, code: int) -> int:
     """Print how a rank failed; the exit code of this process."""
-    end = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-    print(f"rank {rank.number} {end}", file=sys.stderr, flush=True)
+    print(f"rank {rank.number} {describe_end(code)}", file=sys.stderr, flush=True)
     return EXIT_RETRY if code < 0 else code
 
 

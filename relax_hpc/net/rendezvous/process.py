@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -51,6 +52,34 @@ def die_with_parent() -> None:
     parent = os.environ.pop(PARENT, "")
     if parent and int(parent) != os.getppid():
         sys.exit(f"process {parent}, which started this one, has ended")
+
+
+def forbid_core_files() -> None:
+    """Let this process and its children write no core files. One of a rank that a signal ends would
+    have the size of its host memory."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def describe_end(code: int, uses_nccl: bool = False) -> str:
+    """How a process ended. ``code``: its exit code, negative for a signal.
+
+    >>> describe_end(75), describe_end(-9)
+    ('ended with code 75', 'was ended by signal 9')
+    >>> describe_end(-6, uses_nccl=True)[:56]
+    'was ended by signal 6 (probably by the watchdog of NCCL,'
+    """
+    if code >= 0:
+        return f"ended with code {code}"
+    text = f"was ended by signal {-code}"
+    if -code == signal.SIGABRT and uses_nccl:
+        # Collectives of NCCL return at once, and the rank waits elsewhere. When one is late by its
+        # timeout, a thread of torch (2.13) ends the process.
+        text += (
+            " (probably by the watchdog of NCCL, as another rank of the group is gone or late by "
+            "more than queue.wait_timeout_s and a minute; the log of that rank has the reason)"
+        )
+    return text
 
 
 def set_private_umask() -> None:

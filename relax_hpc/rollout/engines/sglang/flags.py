@@ -102,6 +102,7 @@ def check(config: Config) -> Iterator[str]:
     flags = config.rollout.engine.flags
     yield from check_flags(config, "rollout.engine.flags", flags)
     yield from _check_distribution(flags)
+    yield from _check_updates(flags)
     uses_radix_cache = not flags.get("disable_radix_cache", True)
     if config.rollout.partial_rollout == "recompute" and uses_radix_cache:
         # A retracted request of SGLang 0.5.21 finds its own keys and values of older weights in the
@@ -135,6 +136,18 @@ def _check_distribution(flags: Mapping[str, object]) -> Iterator[str]:
                 f"rollout.engine.flags.{flag}: found {value!r}, allowed: {neutral!r}; tokens "
                 f"would be drawn otherwise than their log-probabilities say; {advice}"
             )
+
+
+def _check_updates(flags: Mapping[str, object]) -> Iterator[str]:
+    """Mistakes in ``flags`` with which new weights would not arrive."""
+    values = {_argument_name(flag): value for flag, value in flags.items()}
+    if values.get("quantization") and not values.get("load_format"):
+        # SGLang 0.5.21 packs the parameters of a quantized model once, when it starts, and does
+        # not restore their shapes before it loads an update.
+        yield (
+            f"rollout.engine.flags.quantization: found {values['quantization']!r}, allowed: none; "
+            "SGLang cannot load updated weights into quantized parameters"
+        )
 
 
 def _argument_name(flag: str) -> str:
