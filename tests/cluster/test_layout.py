@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from relax_hpc.cluster.slurm.container import (
     container_srun_options,
     mounts,
     role_python,
+    write_container_file,
 )
 from relax_hpc.cluster.slurm.layout import (
     components,
@@ -287,6 +290,27 @@ def test_container_prefix_of_apptainer_and_options_of_pyxis() -> None:
         "--container-mounts=/scratch/run:/scratch/run,/models/m:/models/m,/nvme:/nvme,/opt/x:/x,/data:/data",
         "--no-container-mount-home",
     ]
+
+
+def test_the_container_engine_of_cscs_gets_a_file_with_the_mounts(tmp_path: Path) -> None:
+    image = 'my "image"'
+    config = make(**{"site.local_dir": "/nvme", "model.path": "/models/m"})
+    write_container_file(config, tmp_path)
+    assert not list(tmp_path.iterdir()), "no container"
+    config.site.container.runtime, config.site.container.image = "edf", image
+    config.site.container.mounts = ["/opt/x:/x"]
+    assert container_command(config, tmp_path) == []
+    write_container_file(config, tmp_path)
+    (option,) = container_srun_options(config, tmp_path)
+    file = Path(option.removeprefix("--environment="))
+    assert tomllib.loads(file.read_text()) == {
+        "base_environment": image,
+        "mounts": [
+            *(f"{path}:{path}" for path in (str(tmp_path), "/models/m", "/nvme")),
+            "/opt/x:/x",
+        ],
+        "workdir": str(tmp_path),
+    }
 
 
 def test_a_container_of_apptainer_has_no_pmix() -> None:

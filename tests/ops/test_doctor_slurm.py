@@ -242,6 +242,11 @@ def test_pyxis_that_srun_lacks(fake: FakeSlurm, tmp_path: Path) -> None:
     assert not [
         line for line in bad(diagnose(make(tmp_path, container), Slurm())) if "found pyxis" in line
     ]
+    container = site(container={"runtime": "edf", "image": "/x.toml"})
+    expect(
+        diagnose(make(tmp_path, container), Slurm()),
+        "error: site.container.runtime: found edf, but srun here has no option --environment",
+    )
 
 
 ACCOUNT_MISTAKES = [

@@ -47,7 +47,7 @@ class Driver(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a machine has. An empty text or `UNKNOWN`: it has none, or it could not be read."""
+    """Properties of a machine. An empty text or `UNKNOWN`: it has none, or it could not be read."""
 
     system: str = ""
     architecture: str = ""

@@ -1,16 +1,22 @@
 """Command of a role in a container, at sites that run roles in containers. Supervisors run outside.
 
-The options of Apptainer and Pyxis are from their documentation. Neither program was tested. Tests
-run the options of Apptainer with a test program that makes real containers.
+The options of Apptainer, Pyxis and the container engine of CSCS are from their documentation
+(https://docs.cscs.ch/software/container-engine/edf/, read on 2026-11-27). None of them was tested.
+Tests run the options of Apptainer with a test program that makes real containers.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError, Mistakes
+from relax_hpc.base.rundir import write_atomic
 from relax_hpc.config.schema import Config
+
+EDF_FILE = "container.toml"
+"""Environment definition file of a run, in its folder."""
 
 
 def role_python(config: Config) -> str:
@@ -43,8 +49,10 @@ def container_command(config: Config, run_dir: Path) -> list[str]:
 
 
 def container_srun_options(config: Config, run_dir: Path) -> list[str]:
-    """Options with which srun starts the role in a container by the pyxis plugin; empty for other
-    runtimes."""
+    """Options with which srun itself starts the role in a container, by the pyxis plugin or the
+    container engine of CSCS; empty for other runtimes."""
+    if config.site.container.runtime == "edf":
+        return [f"--environment={run_dir / EDF_FILE}"]
     if config.site.container.runtime != "pyxis":
         return []
     bound = ",".join(
@@ -55,6 +63,19 @@ def container_srun_options(config: Config, run_dir: Path) -> list[str]:
         f"--container-mounts={bound}",
         "--no-container-mount-home",
     ]
+
+
+def write_container_file(config: Config, run_dir: Path) -> None:
+    """Write the environment definition file that `container_srun_options` names, which adds the
+    mounts of the run to those of the image. Other runtimes need no file."""
+    if config.site.container.runtime != "edf":
+        return
+    entries = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts(config, run_dir)]
+    # A JSON text without control characters is also a TOML basic string.
+    lines = [f"base_environment = {json.dumps(_image(config))}", "mounts = ["]
+    lines += [f"    {json.dumps(entry)}," for entry in entries]
+    lines += ["]", f"workdir = {json.dumps(str(run_dir))}"]
+    write_atomic(run_dir / EDF_FILE, "\n".join([*lines, ""]).encode())
 
 
 def check_container(config: Config, run_dir: Path) -> None:

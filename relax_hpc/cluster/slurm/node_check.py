@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.slurm.container import container_command, container_srun_options, role_python
+from relax_hpc.cluster.slurm.container import (
+    container_command,
+    container_srun_options,
+    role_python,
+    write_container_file,
+)
 from relax_hpc.cluster.slurm.mpi import find_mpi_problem, mpi_plugin, needs_mpi
 from relax_hpc.cluster.slurm.node_probe import BadNodes, excluded_nodes
 from relax_hpc.cluster.slurm.srun import changed_srun, placing_options
@@ -94,6 +99,7 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
         probe += ["--interface", interface]
     if mpi:
         probe.append("--mpi")
+    write_container_file(config, run.root)
     srun += ["--job-name=preflight", *container_srun_options(config, run.root)]
     in_container = config.site.container.runtime != "none"
     step = subprocess.Popen(

@@ -17,7 +17,12 @@ from pathlib import Path
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.allocation import Allocation, GroupNodes
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
-from relax_hpc.cluster.slurm.container import container_command, container_srun_options, role_python
+from relax_hpc.cluster.slurm.container import (
+    container_command,
+    container_srun_options,
+    role_python,
+    write_container_file,
+)
 from relax_hpc.cluster.slurm.mpi import mpi_defaults, mpi_plugin, mpi_variables
 from relax_hpc.cluster.slurm.srun import changed_srun, placing_options
 from relax_hpc.cluster.supervise.command import Command
@@ -289,6 +294,7 @@ class StepLauncher:
         # writes is lost with the node of srun.
         logs = escape_patterns(self.run.logs(name, incarnation))
         srun.append(f"--output={logs}/{role}-rank-%t.log")
+        write_container_file(config, self.run.root)
         srun += container_srun_options(config, self.run.root)
         return changed_srun(srun, config, name)
 

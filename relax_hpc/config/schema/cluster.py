@@ -95,13 +95,15 @@ class MpiConfig:
 class ContainerConfig:
     """A container around every role. The supervisor runs outside of it."""
 
-    runtime: Literal["none", "apptainer", "pyxis"] = "none"
-    """Container runtime. With `none` roles run without a container."""
+    runtime: Literal["none", "apptainer", "pyxis", "edf"] = "none"
+    """Container runtime. With `none` roles run without a container. `edf` is the container engine
+    of CSCS, which srun calls by `--environment`."""
     program: str = "apptainer"
     """Program that starts a container with runtime `apptainer`: a name on PATH, such as
     `singularity`, or a path."""
     image: str = ""
-    """Image of the container."""
+    """Image of the container. With runtime `edf`: an environment definition file, or its name in
+    the search path; the run adds its mounts in a file that inherits from it."""
     mounts: list[str] = field(default_factory=list)
     """Folders to mount: `/path` or `/path:/inside`. The run directory is always mounted."""
     python: str = "python3"

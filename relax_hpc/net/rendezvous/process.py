@@ -62,7 +62,7 @@ def forbid_core_files() -> None:
 
 
 def describe_end(code: int, uses_nccl: bool = False) -> str:
-    """How a process ended. ``code``: its exit code, negative for a signal.
+    """The end of a process as text. ``code``: its exit code, negative for a signal.
 
     >>> describe_end(75), describe_end(-9)
     ('ended with code 75', 'was ended by signal 9')

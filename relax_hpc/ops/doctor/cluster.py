@@ -87,7 +87,7 @@ def check_cluster(
     findings += _signals(config, cluster)
     queries: dict[str, Callable[[], Iterator[Finding]]] = {
         "site.mpi.launcher": lambda: _mpi(config, slurm),
-        "site.container.runtime": lambda: _pyxis(config, slurm),
+        "site.container.runtime": lambda: _container_option(config, slurm),
         "site.account, site.qos and limits of jobs": (
             lambda: check_accounts(config, components, slurm)
         ),
@@ -360,10 +360,13 @@ def _mpi(config: Config, slurm: Slurm) -> Iterator[Finding]:
         )
 
 
-def _pyxis(config: Config, slurm: Slurm) -> Iterator[Finding]:
-    if config.site.container.runtime == "pyxis" and "--container-image" not in slurm.srun_help():
+def _container_option(config: Config, slurm: Slurm) -> Iterator[Finding]:
+    """Check whether srun has the option of a container runtime that is its plugin."""
+    runtime = config.site.container.runtime
+    option = {"pyxis": "--container-image", "edf": "--environment"}.get(runtime, "")
+    if option and option not in slurm.srun_help():
         yield error(
-            "site.container.runtime: found pyxis, but srun here has no option --container-image; "
+            f"site.container.runtime: found {runtime}, but srun here has no option {option}; "
             "use apptainer, or none"
         )
 

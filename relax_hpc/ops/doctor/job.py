@@ -12,7 +12,12 @@ from itertools import chain
 from pathlib import Path
 
 import relax_hpc
-from relax_hpc.cluster.slurm.container import container_command, container_srun_options, role_python
+from relax_hpc.cluster.slurm.container import (
+    container_command,
+    container_srun_options,
+    role_python,
+    write_container_file,
+)
 from relax_hpc.cluster.slurm.layout import Component, components
 from relax_hpc.cluster.slurm.mpi import mpi_plugin, mpi_variables, needs_mpi
 from relax_hpc.cluster.slurm.render import directive, gpu_options, render_environment
@@ -66,6 +71,7 @@ class Probe:
         )
         plugin = mpi_plugin(config) if self.mpi else "none"
         command = ["srun", "--ntasks-per-node=1", "--export=ALL", f"--mpi={plugin}"]
+        write_container_file(config, self.folder)
         command += container_srun_options(config, self.folder)
         command += container_command(config, self.folder)
         command += [role_python(config), *PROBE, *self._arguments(config)]

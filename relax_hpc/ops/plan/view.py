@@ -165,7 +165,7 @@ def _role_as_json(footprint: Footprint) -> dict[str, Any]:
 
 
 def _experts(config: Config, spec: ModelSpec) -> str:
-    """How the actor computes experts: the value of `actor.experts` that `auto` stands for."""
+    """Value of `actor.experts` that `auto` stands for in this run."""
     actor = config.actor
     is_grouped = groups_experts(actor.experts, spec, config.model, actor.parallel)
     return "grouped" if is_grouped else "sequential"
