@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from relax_hpc.base.machine import own_environment
+from relax_hpc.base.machine.facts import Facts
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm import node_probe
 from relax_hpc.cluster.slurm.node_probe import BadNodes, check_node, excluded_nodes, fabric_problems
@@ -28,6 +30,7 @@ def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: i
     program.write_text(f"#!/bin/sh\n/bin/cat '{folder}/answer'\nexit {code}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setenv("CC", "/bin/sh")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -51,6 +54,29 @@ def test_the_command(run: RunDir) -> None:
         assert done.returncode == code, done.stderr
         (line,) = done.stdout.splitlines()
         assert len(json.loads(line)["problems"]) == (2 if code else 0)
+
+
+def test_a_node_that_lacks_what_the_environment_needs(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = {
+        "pythons": ["3.11", "3.12"],
+        "architectures": {"x86_64": {"glibc": "2.34", "glibc_package": "sglang 0.5.21"}},
+    }
+    old = Facts(system="Linux", architecture="x86_64", libc="glibc 2.28", c_compiler="gcc")
+    monkeypatch.setattr(own_environment, "read_facts", lambda **_: old)
+    monkeypatch.setattr(own_environment, "load_needs", lambda: needs)
+    report = check_node(run)
+    assert report.problems == [
+        "glibc 2.28 found, 2.34 needed by sglang 0.5.21: use site.container (env/relax_hpc.def)"
+    ]
+    assert not report.meets_requirements and "meets_requirements" in json.loads(report.line())
+    assert node_probe.main([f"--run_dir={run.root}"]) == 78
+    old = old._replace(libc="glibc 2.34", user_namespaces="user.max_user_namespaces is 0")
+    monkeypatch.setattr(own_environment, "read_facts", lambda **_: old)
+    assert check_node(run).ok
+    (problem,) = check_node(run, programs=True).problems
+    assert problem.startswith("user namespaces forbidden (user.max_user_namespaces is 0) found")
 
 
 def test_too_little_memory(run: RunDir) -> None:
@@ -96,6 +122,7 @@ def test_a_broken_nvidia_smi(
 
 def test_no_nvidia_smi(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", "/bin/sh")
     assert "GPUs: found no nvidia-smi" in check_node(run, gpus=1).problems[0]
 
 

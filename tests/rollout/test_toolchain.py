@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.base.cuda_allocator import expand_segments, without_expandable_segments
+from relax_hpc.base.machine import own_environment
+from relax_hpc.base.machine.facts import Driver, read_facts
+from relax_hpc.ops.checks import machine as machine_checks
 from relax_hpc.ops.doctor import gpus
 from relax_hpc.ops.doctor.doctor import diagnose
 from relax_hpc.roles import __main__ as roles_main
@@ -92,7 +95,6 @@ def test_missing_compilers_are_named(machine: Path) -> None:
     _, missing = compilers({"PATH": "", "CXX": "g++-99 -O2"})
     assert [line.partition(" (")[0] for line in missing[1:]] == [
         "engines: found no compiler 'g++-99 -O2'",
-        "engines: found no compiler 'gcc'",
     ]
 
 
@@ -100,7 +102,9 @@ def test_the_doctor_names_the_compiler_of_engines(
     wheels: Path, machine: Path, tmp_path: Path
 ) -> None:
     config = make(tmp_path, GPU)
-    missing = [finding.text for finding in gpus.check_gpus(config) if finding.severity == "warning"]
+    missing = [
+        finding.text for finding in gpus.check_compilers(config) if finding.severity == "warning"
+    ]
     assert [line.partition(",")[0] for line in missing] == [
         f"engines: found no {wheels}/lib64/libcudart.so",
         f"engines: found no {wheels}/lib64/stubs/libcuda.so",
@@ -108,44 +112,35 @@ def test_the_doctor_names_the_compiler_of_engines(
     (wheels / "lib64/stubs").mkdir(parents=True)
     for name in toolchain.LINKS:
         (wheels / name).touch()
-    assert [finding.text for finding in gpus.check_gpus(config)] == [
+    assert [finding.text for finding in gpus.check_compilers(config)] == [
         f"engines: will compile kernels with {wheels}/bin/nvcc (CUDA 13.0)"
     ]
     config.model.device = "cpu"
-    assert list(gpus.check_gpus(config)) == []
+    assert list(gpus.check_compilers(config)) == []
 
 
 def test_the_doctor_reads_the_compiler_and_the_driver(
     machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(machine / "bin/nvcc", "Cuda compilation tools, release 12.4, V12.4.131")
-    program(machine / "bin/nvidia-smi", "550.90.07\n550.90.07")
-    monkeypatch.setattr(gpus, "torch_cuda", lambda: "13.0")
-    texts = [finding.text for finding in diagnose(make(tmp_path, GPU), None)]
-    texts = [text for text in texts if text.startswith(("engines", "GPUs"))]
-    assert texts[0].startswith("GPUs: found driver 550.90.07, which cannot run CUDA 13.0")
-    assert texts[1:] == [f"engines: will compile kernels with {machine}/bin/nvcc (CUDA 12.4)"]
-    report = gpus.node_report(engines=True)
-    assert report["compiler"] == texts[1] and report["warnings"] == texts[:1]
+    old = read_facts(with_driver=False)._replace(driver=Driver("550.90.07"))
+    for module in (own_environment, machine_checks):
+        monkeypatch.setattr(module, "read_facts", lambda **_: old)
+    monkeypatch.setattr(own_environment, "own_needs", lambda: {"cuda": "13.0"})
+    findings = diagnose(make(tmp_path, GPU), None)
+    (driver,) = (finding for finding in findings if "NVIDIA driver" in finding.text)
+    assert driver.severity == "error", "this machine would run the roles"
+    assert driver.text.startswith("NVIDIA driver 550.90.07 found, 580 or newer needed by CUDA 13.0")
+    compiler = f"engines: will compile kernels with {machine}/bin/nvcc (CUDA 12.4)"
+    assert [finding.text for finding in findings if "engines" in finding.text] == [compiler]
+    submitted = make(tmp_path, GPU | {"layout": "het"})
+    (text,) = (finding.text for finding in gpus.check_requirements(submitted))
+    assert text == f"{driver.text} (this host; doctor --deep checks the nodes)"
+    submitted.model.device = "cpu"
+    assert list(gpus.check_requirements(submitted)) == []
+    report = gpus.node_report(["gpu"], engines=True)
+    assert report == {"problems": [driver.text], "warnings": [], "compiler": compiler}
     json.dumps(report)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "driver", "problems"),
-    [
-        ("13.0", "580.65.06", 0),
-        ("13.0", "570.86.15", 1),
-        ("12.8", "535.104.05", 0),
-        ("12.8", "520.61.05", 1),
-        ("", "520.61.05", 0),
-        ("13.0", "", 0),
-        ("99.0", "520.61.05", 0),
-    ],
-)
-def test_a_driver_older_than_the_cuda_of_torch_is_a_finding(
-    cuda: str, driver: str, problems: int
-) -> None:
-    assert len(list(gpus.driver_problems(cuda, driver))) == problems
 
 
 def test_the_cuda_of_torch_is_read_without_importing_it(
@@ -158,7 +153,7 @@ def test_the_cuda_of_torch_is_read_without_importing_it(
         tmp_path / "torch/__init__.py",
         submodule_search_locations=[str(tmp_path / "torch")],
     )
-    monkeypatch.setattr(gpus, "find_spec", lambda name: spec)
+    monkeypatch.setattr(own_environment, "find_spec", lambda name: spec)
     for line, cuda in (
         ("cuda: Optional[str] = '13.0'", "13.0"),
         ("cuda = '12.4'", "12.4"),
@@ -167,7 +162,7 @@ def test_the_cuda_of_torch_is_read_without_importing_it(
         (tmp_path / "torch/version.py").write_text(
             f"__version__ = '2.13.0'\ndebug = False\n{line}\nhip = '6.1'\n"
         )
-        assert gpus.torch_cuda() == cuda
+        assert own_environment.torch_cuda() == cuda
 
 
 @pytest.mark.parametrize(

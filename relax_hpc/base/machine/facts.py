@@ -158,10 +158,12 @@ def _replace_fields(record: "Any", fields: "Any") -> "Any":
 
 
 def facts_to_json(facts: Facts) -> str:
-    """``facts`` as JSON, in the form that `facts_from_json` reads."""
+    """Facts of a machine as JSON, in the form that `facts_from_json` reads. Interpreter and disks
+    are left out: they are those of an installation, which may be made on another machine."""
     fields = dict(facts._asdict())
-    for name in ("disk", "temporary_disk", "driver"):
-        fields[name] = dict(fields[name]._asdict())
+    fields["driver"] = dict(facts.driver._asdict())
+    for name in ("python", "disk", "temporary_disk"):
+        del fields[name]
     return json.dumps(fields, indent=1)
 
 

@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     found: str
     needed: str
     purpose: str
-    """What needs it, with a preposition: `by sglang 0.5.21`."""
+    """Package or use that needs it, with a preposition: `by sglang 0.5.21`."""
     advice: str
     is_fatal: bool = True
 

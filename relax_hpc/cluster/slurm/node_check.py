@@ -25,6 +25,7 @@ from relax_hpc.cluster.slurm.srun import changed_srun, placing_options
 from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_settings
+from relax_hpc.tasks.jails import needs_namespaces
 
 _DEADLINE_S, _END_S = 60.0, 5.0
 """Seconds for a check, and seconds for its step to end after SIGKILL."""
@@ -97,6 +98,8 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
     interface = group.interface or config.site.interface
     if interface:
         probe += ["--interface", interface]
+    if "rollout" in group.roles and needs_namespaces(config):
+        probe.append("--programs")
     if mpi:
         probe.append("--mpi")
     write_container_file(config, run.root)

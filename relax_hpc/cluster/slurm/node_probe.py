@@ -1,9 +1,9 @@
 """Probe of a node before a group is started on it, and the list of nodes that fail repeatedly.
 
 `python -m relax_hpc.cluster.slurm.node_probe --run_dir RUN [--gpus N] [--min_memory_gib M]
-[--interface I] [--mpi]` takes about a second and prints one JSON line. With --mpi it prints a
-second line after MPI has connected all nodes; a broken MPI ends the process or hangs. The caller
-needs a deadline, because the probe hangs on a file system that hangs.
+[--interface I] [--programs] [--mpi]` takes about a second and prints one JSON line. With --mpi it
+prints a second line after MPI has connected all nodes; a broken MPI ends the process or hangs. The
+caller needs a deadline, because the probe hangs on a file system that hangs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from pathlib import Path
 
 import psutil
 
-from relax_hpc.base.errors import EXIT_DONE, EXIT_RETRY, ConfigError
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError
 from relax_hpc.base.foreign_files import parse_json, read_in_run
+from relax_hpc.base.machine.own_environment import own_problems
+from relax_hpc.base.machine.requirements import GPU, PROGRAMS
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.mpi import try_mpi
 from relax_hpc.cluster.slurm.program_output import run_program
@@ -56,6 +58,8 @@ class Report:
     shm_mib: int = 0
     clock_s: float = 0.0
     """Seconds by which the clock of the run directory's file system is ahead of this host."""
+    meets_requirements: bool = True
+    """Whether it has what the environment needs; otherwise no other try can succeed on it."""
 
     @property
     def ok(self) -> bool:
@@ -73,11 +77,21 @@ def node_name() -> str:
 
 
 def check_node(
-    run: RunDir, gpus: int = 0, min_memory_gib: float = 0.0, interface: str = ""
+    run: RunDir,
+    gpus: int = 0,
+    min_memory_gib: float = 0.0,
+    interface: str = "",
+    programs: bool = False,
 ) -> Report:
-    """Check this node. ``gpus``: number of GPUs with free memory that it must have (0: GPUs are not
-    checked)."""
+    """Check this node.
+
+    ``gpus``: number of GPUs with free memory that it must have (0: GPUs are not checked);
+    ``programs``: whether roles on it run programs of the policy in namespaces.
+    """
     report = Report(node_name())
+    uses = [*([GPU] if gpus else []), *([PROGRAMS] if programs else [])]
+    report.problems += [str(problem) for problem in own_problems(uses) if problem.is_fatal]
+    report.meets_requirements = not report.problems
     report.memory_gib = round(psutil.virtual_memory().available / 2**30, 2)
     if report.memory_gib < min_memory_gib:
         report.problems.append(
@@ -243,7 +257,7 @@ def excluded_nodes(run: RunDir, threshold: int = 2, now: float | None = None) ->
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, or 75 if the node has problems."""
+    """Exit code: 0, 75 if the node has problems, or 78 if it lacks a minimum requirement."""
     parser = argparse.ArgumentParser(
         prog="preflight", description="Check this node before a group starts on it."
     )
@@ -251,14 +265,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--min_memory_gib", type=float, default=0.0)
     parser.add_argument("--interface", default="")
+    parser.add_argument("--programs", action="store_true", help="programs will run in namespaces")
     parser.add_argument("--mpi", action="store_true", help="try MPI between the nodes")
     arguments = parser.parse_args(argv)
     report = check_node(
-        RunDir(arguments.run_dir), arguments.gpus, arguments.min_memory_gib, arguments.interface
+        RunDir(arguments.run_dir),
+        arguments.gpus,
+        arguments.min_memory_gib,
+        arguments.interface,
+        arguments.programs,
     )
     print(report.line(), flush=True)
     if arguments.mpi:
         print(json.dumps({"node": report.node, "mpi": try_mpi()}), flush=True)
+    if not report.meets_requirements:
+        return EXIT_CONFIG
     return EXIT_DONE if report.ok else EXIT_RETRY
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relax_hpc.base.errors import ConfigError, RelaxError
-from relax_hpc.base.reward_settings import CodeSettings
 from relax_hpc.config.schema import Config
-from relax_hpc.environments.tools import options_of, python
-from relax_hpc.rewards.composed import parts_of
 from relax_hpc.rewards.jail import Jail
+from relax_hpc.tasks.jails import jail_settings
 
 
 def check_programs(config: Config) -> Iterator[str]:
@@ -29,19 +27,3 @@ def check_programs(config: Config) -> Iterator[str]:
             Jail(settings, key)
         except RelaxError as error:
             yield str(error)
-
-
-def jail_settings(config: Config) -> dict[str, CodeSettings]:
-    """Settings of the jails of a run, for training and for evaluations, by their keys.
-
-    ConfigError: an option of the tool `python` is not allowed.
-    """
-    jails = {}
-    for name in (config.rollout.reward, config.eval.reward):
-        leaves = [leaf for _, leaf in parts_of(name, config.reward)] if name else []
-        if "code" in leaves:
-            jails["reward.code"] = config.reward.code
-    options = options_of("python", config.environment.options)
-    if options is not None:
-        jails[python.KEY] = python.settings_of(options)
-    return jails

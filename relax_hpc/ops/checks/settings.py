@@ -33,6 +33,7 @@ from relax_hpc.ops.checks.groups import (
     check_groups,
     check_removed_engines,
 )
+from relax_hpc.ops.checks.machine import check_machine
 from relax_hpc.ops.checks.sampling import check_sampling
 from relax_hpc.rollout.engines.kinds import findings_of
 from relax_hpc.tasks import environment_name, get_task, misfits
@@ -64,6 +65,7 @@ def check(config: Config) -> list[str]:
         _rewards,
         _trackers,
         _programs,
+        check_machine,
         _planes,
         _weights,
         _memory,

@@ -21,7 +21,7 @@ from relax_hpc.ops.checks.files import notes
 from relax_hpc.ops.doctor.cluster import Cluster, check_cluster, query_cluster
 from relax_hpc.ops.doctor.deep import check_local_planes, check_nodes
 from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
-from relax_hpc.ops.doctor.gpus import check_gpus
+from relax_hpc.ops.doctor.gpus import check_compilers, check_requirements
 from relax_hpc.ops.doctor.host import check_disk, check_layout, check_programs, check_settings
 from relax_hpc.ops.doctor.media import check_media
 from relax_hpc.ops.doctor.modules import check_staging
@@ -75,7 +75,8 @@ def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Fi
         *_area("layout", check_layout(config)),
         *_area("interpreter, MPI and container", check_programs(config)),
         *_area("modules and staging", check_staging(config)),
-        *check_gpus(config),
+        *_area("minimum requirements", check_requirements(config)),
+        *check_compilers(config),
     ]
     if slurm is None:
         several_hosts = False

@@ -25,9 +25,9 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.row_files import data_sets, folder_and_split
 from relax_hpc.environments.tools import options_of
 from relax_hpc.net.transport.choice import planes_wanted
-from relax_hpc.ops.checks.programs import jail_settings
 from relax_hpc.ops.doctor.gpus import engine_roles
 from relax_hpc.ops.doctor.probe import TOKEN
+from relax_hpc.tasks.jails import jail_settings
 
 MAX_NODES = 8
 PROBE = ("-m", "relax_hpc.ops.doctor.probe")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.machine.requirements import GPU
 from relax_hpc.base.reward_settings import CodeSettings, rebuild_settings
 from relax_hpc.base.rundir import write_json
 from relax_hpc.cluster.slurm.mpi import try_mpi
@@ -48,9 +49,9 @@ def main() -> None:
     problems += _local_disk_problems(Path(local), max(MIN_LOCAL_BYTES, arguments.local_bytes))
     problems += _missing_paths(arguments.paths)
     problems += _jail_problems(arguments.code) if arguments.code else []
-    report: dict[str, Any] = {"node": node, "problems": problems}
-    if arguments.gpus:
-        report |= node_report(arguments.engines)
+    report: dict[str, Any] = {"node": node}
+    report |= node_report([GPU] if arguments.gpus else [], arguments.engines)
+    report["problems"] += problems
     modes = dict(text.split("=", 1) for text in arguments.planes)
     planes = PlaneProbe(node, modes, (folder / TOKEN).read_bytes(), host)
     with socket.create_server((host, 0)) as listener:
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--interfaces", nargs="*", default=[])
     parser.add_argument("--local_dir", default="", help="empty: this node's TMPDIR, or /tmp")
     parser.add_argument("--local_bytes", type=int, default=0, help="bytes that are staged there")
-    parser.add_argument("--gpus", action="store_true", help="check the driver")
+    parser.add_argument("--gpus", action="store_true", help="check what GPUs need")
     parser.add_argument("--engines", action="store_true", help="check the compilers of engines")
     parser.add_argument("--mpi", action="store_true", help="try MPI between the nodes, last")
     parser.add_argument("--code", default="", help="jails to try: JSON of settings by key")

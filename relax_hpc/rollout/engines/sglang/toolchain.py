@@ -71,11 +71,11 @@ def compilers(environment: Mapping[str, str]) -> tuple[Path, list[str]]:
             for name in LINKS
             if not (toolkit / name).exists()
         ]
-    for variable, default in (("CXX", "c++"), ("CC", "gcc")):
-        name = environment.get(variable) or default
-        if shutil.which(name.split()[0], path=environment.get("PATH")) is None:
-            missing.append(
-                f"engines: found no compiler {name!r} ({variable}, or {default} on PATH), which "
-                "nvcc and Triton use; install gcc and g++, or load a module in site.modules"
-            )
+    # relax_hpc.base.machine checks the C compiler, which Triton needs too.
+    name = environment.get("CXX") or "c++"
+    if shutil.which(name.split()[0], path=environment.get("PATH")) is None:
+        missing.append(
+            f"engines: found no compiler {name!r} (CXX, or c++ on PATH), which nvcc uses; install "
+            "g++, or load a module in site.modules"
+        )
     return toolkit / "bin/nvcc", missing

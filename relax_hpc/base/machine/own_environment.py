@@ -1,0 +1,37 @@
+"""Needs of the environment of this process, once it is installed, compared with this machine."""
+
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .facts import read_facts
+from .requirements import GPU, Problem, find_problems, load_needs
+
+
+def own_problems(uses: "Sequence[str]" = ()) -> "list[Problem]":
+    """Requirements of this environment for ``uses`` that this machine does not meet."""
+    return find_problems(read_facts(with_driver=GPU in uses), own_needs(), uses)
+
+
+def own_needs() -> "dict[str, Any]":
+    """Needs of the lock of this environment, and the CUDA version of the installed torch."""
+    # Users may install a torch for another CUDA than that of the lock.
+    return {**load_needs(), "cuda": torch_cuda()}
+
+
+def torch_cuda() -> str:
+    """CUDA version of the installed torch, such as `13.0`; empty without CUDA or torch.
+
+    It is read from torch's source, because an import takes seconds.
+    """
+    spec = find_spec("torch")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    for folder in folders:
+        file = Path(folder) / "version.py"
+        text = file.read_text() if file.exists() else ""
+        match = re.search(r"^cuda\b.*?['\"]([\d.]+)['\"]", text, re.MULTILINE)
+        if match:
+            return match[1]
+    return ""
