@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.training import parallel
+from relax_hpc.training.models.attention import is_faster_by_row
 from relax_hpc.training.models.packs import PackLayout, PackSplit
 from tests.effort import effort
 from tests.requirements import DEVICE, requires
@@ -130,3 +131,46 @@ def test_gradients_are_right_in_a_pack_of_all_lengths(dtype: torch.dtype) -> Non
             wrong[length] = found
         begin += length
     assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "split", "size", "capability", "by_row"),
+    [
+        ([16384], PackSplit(), 128, 9, True),
+        ([2048] * 8, PackSplit(), 128, 9, True),
+        ([8192, 1, 64], PackSplit(), 128, 9, True),
+        ([1024] * 16, PackSplit(), 128, 9, False),
+        ([16384], PackSplit(), 128, 8, False),
+        ([16384], PackSplit(), 128, 10, False),
+        ([16384], PackSplit(), 64, 9, False),
+        # Pieces of a context rank attend to more keys than they have queries.
+        ([16384], PackSplit(context=2), 128, 9, False),
+    ],
+)
+def test_long_rows_are_computed_one_by_one_where_that_was_measured(
+    lengths: list[int], split: PackSplit, size: int, capability: int, by_row: bool
+) -> None:
+    """By numbers that the host has."""
+    rows = PackLayout.from_lengths(lengths, split).rank_rows(0, "cpu")
+    object.__setattr__(rows, "query_ends", None)
+    assert is_faster_by_row(rows, size, capability) == by_row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_right_in_packs_of_long_rows(dtype: torch.dtype) -> None:
+    """Of heads for which Hopper computes row by row, on slices of one projection."""
+    lengths, sizes = (
+        ([4160, 4033, 1, 65], [2, 1, 1]) if DEVICE != "cpu" else ([130, 64, 1], [2, 1, 1])
+    )
+    whole = drawn((sum(lengths), 1, sum(sizes), 128), dtype, 0)
+    slope = torch.randn(sum(lengths), 1, 256, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    out = of_pack(lengths, *whole.split(sizes, dim=2))
+    [ours] = torch.autograd.grad(out, whole, slope.to(dtype))
+    for length, part, gradient, weight in zip(
+        lengths, *(x.split(lengths) for x in (whole, ours, slope)), strict=True
+    ):
+        row = part.detach().float().requires_grad_()
+        right = by_formula(*row.split(sizes, dim=2))
+        [exact] = torch.autograd.grad(right, row, weight.reshape(right.shape))
+        distance = (gradient - exact).norm() / exact.norm().clamp(min=0.1 * weight.norm())
+        assert distance <= BOUNDS[dtype], length

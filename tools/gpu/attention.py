@@ -1,8 +1,8 @@
-"""Our packed causal attention: its deviation from the formula in float32, and its time compared
-with torch's scaled_dot_product_attention row by row.
+"""Our causal attention in packs: its deviation from the formula in float32, and its time compared
+with each of its methods.
 
 On a GPU, `packed` is one call of torch's variable-length attention for all rows. On a CPU it is the
-same as `by row`.
+same as `by row`. `chosen` is the method of training.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ class Pack:
         q, k, v = self.inputs
         return self.attention.attend(q, k, v, self.rows)
 
+    def attend_packed(self) -> Tensor:
+        """Attention in one call for all rows, if the device has it."""
+        q, k, v = self.inputs
+        method = self.attention._attend_packed if q.is_cuda else self.attention._attend_by_row
+        return method(q, k, v, self.rows)
+
     def attend_by_row(self) -> Tensor:
         """Attention row by row, by the kernel that torch chooses."""
         q, k, v = self.inputs
@@ -59,10 +65,17 @@ class Pack:
 
 
 def deviations(
-    device: str, lengths: Sequence[int], heads: Sequence[tuple[int, int, int]]
+    device: str,
+    lengths: Sequence[int],
+    heads: Sequence[tuple[int, int, int]],
+    long_lengths: Sequence[int] = (),
 ) -> Mapping[str, Any]:
     """Deviations of a pack of rows of ``lengths``, for each number of heads, of groups, and size of
-    a head."""
+    a head.
+
+    ``long_lengths``: rows of another pack, with the first of ``heads``, which Hopper computes row
+    by row.
+    """
     torch.manual_seed(0)
     # The formula must not round to TF32.
     torch.set_float32_matmul_precision("highest")
@@ -70,6 +83,9 @@ def deviations(
     for count, groups, size in heads:
         name = f"{count}/{groups} heads of {size}"
         cases.run(name, partial(_measure_deviations, device, lengths, count, groups, size))
+    if long_lengths:
+        case = partial(_measure_deviations, device, long_lengths, *heads[0])
+        cases.run("long rows", case)
     return cases.figures
 
 
@@ -132,7 +148,7 @@ def speed(
     """
     torch.manual_seed(0)
     cases, timer = Cases(device), DeviceTimer(device)
-    methods = {"packed": Pack.attend, "by row": Pack.attend_by_row}
+    methods = {"chosen": Pack.attend, "packed": Pack.attend_packed, "by row": Pack.attend_by_row}
     if device == "cuda":
         methods["cuDNN by row"] = Pack.attend_by_cudnn
     for count, length in batches:

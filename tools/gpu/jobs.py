@@ -105,6 +105,8 @@ def _peer(case: str, name: str) -> tuple[str, Job]:
 
 
 ODD_LENGTHS = [1, 2, 3, 7, 17, 31, 33, 61, 127, 128, 129, 191, 257, 300, 513, 1025, 2047]
+# With the remainders of 128 for which cuDNN has other kernels, and with short rows among long ones.
+LONG_LENGTHS = [4096, 4097, 4160, 3967, 4033, 1, 65]
 COPIED, COPIED_SMALL = {"copied_bytes": 1 << 30}, {"copied_bytes": 1 << 20}
 COMPONENTS: Mapping[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "collectives": ({}, {}, 15.0),
@@ -113,8 +115,9 @@ COMPONENTS: Mapping[str, tuple[dict[str, Any], dict[str, Any], float]] = {
             "what": "deviations",
             "lengths": ODD_LENGTHS,
             "heads": [[32, 8, 128], [16, 8, 128], [32, 8, 64], [16, 4, 256], [8, 8, 256]],
+            "long_lengths": LONG_LENGTHS,
         },
-        {"lengths": [1, 2, 7, 33], "heads": [[4, 2, 16]]},
+        {"lengths": [1, 2, 7, 33], "heads": [[4, 2, 16]], "long_lengths": [64, 3]},
         20.0,
     ),
     "attention: speed": (

@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +17,19 @@ if TYPE_CHECKING:
     from relax_hpc.training.models.packs import PackedRows
 
 
+_LONG_ROW_TOKENS = 2048
+_HOPPER = 9
+"""First number of the compute capability of H100, H200 and GH200."""
+_MEASURED_SIZE = 128
+
+
 class CausalAttention(torch.nn.Module):
     """Causal attention within rows.
 
-    On GPUs in half precision, one kernel computes all rows. Otherwise torch's
-    scaled_dot_product_attention computes each row. Row by row is fastest on CPUs for many short and
-    for few long rows: padded rows took 0.85 to 14 times as long.
+    On GPUs in half precision, one kernel computes all rows, or on Hopper cuDNN each of long rows;
+    see `is_faster_by_row`. Otherwise torch's scaled_dot_product_attention computes each row. Row by
+    row is fastest on CPUs for many short and for few long rows: padded rows took 0.85 to 14 times
+    as long.
     """
 
     def __init__(
@@ -58,7 +66,8 @@ class CausalAttention(torch.nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: PackedRows) -> Tensor:
         """Attention of queries [t, heads, dim] to keys and values [keys, fewer heads, dim], by the
         pieces of `rows`. The result has the shape of the queries."""
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        has_packed_kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+        if has_packed_kernel and not is_faster_by_row(rows, q.shape[2], _capability(q.device)):
             return self._attend_packed(q, k, v, rows)
         return self._attend_by_row(q, k, v, rows)
 
@@ -83,7 +92,7 @@ class CausalAttention(torch.nn.Module):
         for piece in pieces:
             query, key, value = (x.transpose(0, 1)[None] for x in piece)
             results.append(self._attend_piece(query, key, value))
-        return torch.cat(results)
+        return results[0] if len(results) == 1 else torch.cat(results)
 
     def _attend_piece(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[1, heads, queries or keys, dim] -> [queries, heads, dim]."""
@@ -98,6 +107,29 @@ class CausalAttention(torch.nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
         return out[0].transpose(0, 1)
+
+
+def is_faster_by_row(rows: PackedRows, size: int, capability: int) -> bool:
+    """Whether a GPU computes the rows faster one by one than in one call, for heads of ``size``
+    elements. It reads only values on the host.
+
+    ``capability``: first number of the device's compute capability. torch 2.11 and 2.13 have
+    FlashAttention 2 for the one call, and cuDNN for single rows on Hopper. An H200 took 24.0 and
+    13.5 ms for 1 x 16,384 tokens forward and backward, 3.8 and 3.2 ms for 8 x 2,048, but 2.4 and
+    2.7 ms for 16 x 1,024 (tools/bench/results/gpu-nvidia-h200.json). Other GPUs and sizes of heads
+    were not measured.
+    """
+    if capability != _HOPPER or size != _MEASURED_SIZE:
+        return False
+    # Unequal numbers need a mask, with which cuDNN has given wrong gradients (pytorch#196678).
+    is_square = rows.queries == rows.keys
+    return is_square and sum(rows.queries) >= _LONG_ROW_TOKENS * len(rows.queries)
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    """First number of the compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 class GatherFirst(torch.autograd.Function):
