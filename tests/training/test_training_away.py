@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from relax_hpc.base import host_memory
 from relax_hpc.base.errors import ConfigError, RelaxError
-from relax_hpc.base.host_memory import allocate_host_tensors
+from relax_hpc.base.host_memory import allocate_host_memory, allocate_host_tensors
 from relax_hpc.training import offload, swap_weights
 from relax_hpc.training.device_offload import DeviceOffload
 from relax_hpc.training.trainer import Trainer
@@ -126,6 +127,28 @@ def test_memory_of_the_host_is_as_large_as_what_it_is_for_and_pinned_in_one_piec
         and not any(one.any() for one in wide)
         and len(pinned) == 1
     )
+
+
+def test_several_threads_allocate_every_page_of_a_large_memory(monkeypatch):
+    monkeypatch.setattr(host_memory, "_SHARE_BYTES", 2 << 20)
+    for size in (1, 4096, (2 << 20) + 1, (9 << 20) - 5):
+        memory = allocate_host_memory(size, pinned=False, purpose="test")
+        assert memory.nbytes == size and resident_bytes(memory.data_ptr()) >= size
+        assert not memory.any()
+        memory.fill_(1)
+
+
+def resident_bytes(address: int) -> int:
+    """Resident bytes of the mapping that begins at ``address``, or contains it."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            start, stop = (int(end, 16) for end in words[0].split("-"))
+            is_inside = start <= address < stop
+        elif is_inside and words[0] == "Rss:":
+            return int(words[1]) << 10
+    return 0
 
 
 def test_a_node_with_too_little_memory_is_named_with_the_setting_that_wants_it(
