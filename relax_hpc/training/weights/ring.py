@@ -16,6 +16,9 @@ from relax_hpc.training.weights.tensors import TensorInfo, torch_type
 if TYPE_CHECKING:
     import torch
 
+# Streams of copies from a GPU.
+_STREAMS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
@@ -86,11 +89,11 @@ class SlabRing:
         # Withdrawn first, so that a reader of the old version notices that its record has changed.
         self.withdraw(number)
         with torch.no_grad():
-            views = [part.view() for part in self.slices]
-        if self._copies:
-            self._copies.copy(views, self._targets[number])
-        else:
-            self._copier.copy(views, self._targets[number])
+            if self._copies:
+                self._copies.copy(self.slices, self._targets[number])
+            else:
+                views = [part.view() for part in self.slices]
+                self._copier.copy(views, self._targets[number])
         return number
 
     def await_copy(self) -> None:
@@ -152,7 +155,10 @@ def publish_record(planes: Sequence[Plane], name: str, record: memoryview) -> di
 
 
 class _DeviceCopies:
-    """Copies from a GPU on a separate stream, into pinned memory, while training continues."""
+    """Copies from a GPU on separate streams, into pinned memory, while training continues.
+
+    While one stream starts a copy, or makes a strided tensor contiguous, another one uses the link.
+    """
 
     def __init__(self, slabs: Sequence[Slab]) -> None:
         import torch
@@ -160,24 +166,34 @@ class _DeviceCopies:
         # Pinned memory is required for copies that do not block the host.
         for slab in slabs:
             pin_memory(torch.frombuffer(slab.memory, dtype=torch.uint8), "weights")
-        self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
+        self._streams = [torch.cuda.Stream() for _ in range(_STREAMS)]
+        self._done = [torch.cuda.Event() for _ in range(_STREAMS)]
 
-    def copy(self, views: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Start to copy the present values of ``views`` to ``targets``."""
+    def copy(self, slices: Sequence[WeightSlice], targets: Sequence[torch.Tensor]) -> None:
+        """Start to copy the present values of ``slices`` to ``targets``."""
         import torch
 
         # The copy starts after the optimizer step that is queued on the training stream.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for view, target in zip(views, targets, strict=True):
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        loads = [0] * _STREAMS
+        for part, target in zip(slices, targets, strict=True):
+            lightest = loads.index(min(loads))
+            loads[lightest] += target.nbytes
+            with torch.cuda.stream(self._streams[lightest]):
+                # Each view is made while the device copies the ones before it.
+                view = part.view()
                 target.view(view.shape).copy_(view, non_blocking=True)
-            self._done.record(self._stream)
+        for stream, done in zip(self._streams, self._done, strict=True):
+            done.record(stream)
 
     def block_stream(self) -> None:
         """Make later work of the current stream wait for the copies."""
         import torch
 
-        torch.cuda.current_stream().wait_event(self._done)
+        for done in self._done:
+            torch.cuda.current_stream().wait_event(done)
 
     def wait(self) -> None:
-        self._done.synchronize()
+        for done in self._done:
+            done.synchronize()

@@ -84,7 +84,11 @@ def _loader_class() -> type:
 @contextmanager
 def copying(transfers: Transfers, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside the block, ``transfers`` does each `target.copy_(source)` whose source is a part of
-    ``tensors``, which are in mapped memory."""
+    ``tensors``, which are in mapped memory.
+
+    The copies are deferred, so that small tensors share a buffer, and all threads copy them. They
+    are made before any other operation on a tensor.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,8 +104,11 @@ def copying(transfers: Transfers, tensors: Sequence[torch.Tensor]) -> Iterator[N
                     source.device.type == "cpu" and source.untyped_storage().data_ptr() in storages
                 )
                 if is_mapped and target.shape == source.shape:
-                    transfers.send([(source, target)])
+                    transfers.defer(source, target)
                     return target
+            # The operation may read a target. A view does not read it.
+            if not getattr(func, "is_view", False):
+                transfers.flush()
             return func(*args, **(kwargs or {}))
 
     try:
