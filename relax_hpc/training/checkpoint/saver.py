@@ -4,10 +4,12 @@ copy."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -154,13 +156,13 @@ class Saver:
         """
         self.wait()
         self._next_is_due = False
-        state = sharded_state(self.trainer, loading=False)
         description = {
             "layout": layout_sizes(self.trainer),
             "optimizer": optimizer_settings(self.trainer),
             "meta": meta,
         }
-        staged = self._writer.stage(state)
+        with _paused_collector():
+            staged = self._writer.stage(sharded_state(self.trainer, loading=False))
         self._work.put(_SaveTask(directory, staged, random_state(), description, then))
 
     def settle(self) -> None:
@@ -278,6 +280,19 @@ class Saver:
         if reason:
             raise SaveFailedError(SaveFailure(reason, number))
         return cast(T, result)
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Keep Python's garbage collector off. megatron-core's sharded state of a small model is 50,000
+    objects. They can start a collection that takes longer than copying the state."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _failure_cause(error: BaseException, folder: Path) -> tuple[str, int]:

@@ -112,9 +112,13 @@ class StateWriter:
     def stage(self, state: dict[str, Any]) -> StagedState:
         """Copy this rank's shards of ``state``. Collective. The next call overwrites the copy."""
         shards, common = self._rank_shards(state)
-        self._copy(_tensors(shards))
+        self._start_copy(_tensors(shards))
+        # Both are made while the GPU copies. They do not read the copies.
         torch_state = mcore_to_pyt_state_dict(shards, is_loading=False)
-        return StagedState(self.channel, torch_state, copy.deepcopy(common))
+        staged = StagedState(self.channel, torch_state, copy.deepcopy(common))
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
+        return staged
 
     def _rank_shards(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The shards that this rank saves of ``state``, by key, and the values that are not
@@ -129,8 +133,9 @@ class StateWriter:
         )
         return shards, common
 
-    def _copy(self, tensors: list[ShardedTensor]) -> None:
-        """Replace the data of ``tensors`` by copies in one block of memory, which all saves use."""
+    def _start_copy(self, tensors: list[ShardedTensor]) -> None:
+        """Replace the data of ``tensors`` by copies in one block of memory, which all saves use.
+        Copies from a GPU are complete when its stream has finished."""
         self.ready()
         needed = sum(map(_padded_bytes, tensors))
         if needed > len(self._memory):
@@ -159,8 +164,6 @@ class StateWriter:
                 host_targets.append(target)
         # Offloaded and gathered states are in host memory. Threads copy them while the GPU copies.
         self._copier.copy(host_sources, host_targets)
-        if self.pinned:
-            torch.cuda.current_stream().synchronize()
 
 
 def _tensors(shards: dict[str, Any]) -> list[ShardedTensor]:
