@@ -1,17 +1,20 @@
 """Copies between the device and the host, each in turns with a raw one of as many bytes in pinned
 memory, in one piece.
 
-`slab`: what a publish copies, and whether a step beside it takes longer. `readers`: from a
-version's file in memory into the live parameters of actor_fwd, and by the loader that is in an
-engine's process. `checkpoint`: how long the first one keeps the trainer.
+`slab`: what a publish copies, and whether a step beside it takes longer. `readers`: from the slab
+of a version in a node's memory into the live parameters of actor_fwd, and by the loader that is in
+an engine's process; and into the former from a file that was not mapped before. `checkpoint`: how
+long the first one keeps the trainer.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,15 @@ from typing import Any
 import torch
 from child import answer, in_turns, middle, sync, timed
 from policies import policy, settings_of, trainer
-from safetensors import safe_open
 from shapes import rows
 
 from relax_hpc.base.host_memory import allocate_host_memory
 from relax_hpc.net.transport import SlabPool
 from relax_hpc.rollout.engines.sglang.slab_loader import copying
+from relax_hpc.training.weights.manifest import Chunk, Manifest
 from relax_hpc.training.weights.ring import SlabRing
-from relax_hpc.training.weights.tensors import SafetensorsFile
+from relax_hpc.training.weights.slab import MARK, open_slab
+from relax_hpc.training.weights.tensors import SafetensorsFile, TensorInfo, TensorPart
 from relax_hpc.training.weights.transfers import Transfers
 from relax_hpc.training.weights.version_files import TENSORS
 
@@ -89,31 +93,52 @@ def slab(
     }
 
 
+def create_slab(folder: Path, tensors: Mapping[str, TensorInfo]) -> Path:
+    """A version of zeros, as a node has it in memory."""
+    folder.mkdir(mode=0o700)
+    with SafetensorsFile(folder / TENSORS, tensors):
+        pass
+    ends = itertools.accumulate((info.bytes for info in tensors.values()), initial=0)
+    parts = [
+        TensorPart(name, 0, 0, info.shape[0], start)
+        for (name, info), start in zip(tensors.items(), ends, strict=False)
+    ]
+    chunk = Chunk("all", sum(info.bytes for info in tensors.values()), "", tuple(parts))
+    (folder / MARK).write_bytes(Manifest(folder.name, dict(tensors), (chunk,)).encode())
+    return folder
+
+
 def readers(device: str, shape: str, actor: dict[str, Any], rounds: int) -> dict[str, float]:
     model = policy(shape, settings_of(actor, device), device)
     tensors, transfers = model.tensors(), Transfers(torch.device(device))
     engine = {
-        name: torch.zeros(one.shape, dtype=torch.bfloat16, device=device)
-        for name, one in tensors.items()
+        name: torch.zeros(info.shape, dtype=torch.bfloat16, device=device)
+        for name, info in tensors.items()
     }
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as name:
-        folder = Path(name)
-        with SafetensorsFile(folder / TENSORS, tensors) as file:
-            size = file.bytes
+        slabs = [create_slab(Path(name) / f"slab-{number}", tensors) for number in range(2)]
+        size = (slabs[0] / TENSORS).stat().st_size
+        # A version has the memory of the one before the last, so both stay mapped.
+        for slab in slabs:
+            model.load_tensors(open_slab(slab))
+        turns = itertools.cycle(slabs)
 
         def into_engine() -> None:
-            with safe_open(folder / TENSORS, framework="pt") as file:
-                views = [(name, file.get_tensor(name)) for name in engine]
-                with copying(transfers, [view for _, view in views]):
-                    for name, view in views:
-                        engine[name].copy_(view)
+            views = open_slab(next(turns))
+            with copying(transfers, list(views.values())):
+                for name, view in views.items():
+                    engine[name].copy_(view)
 
-        acts = {"actor_fwd": lambda: model.load_hf(folder), "engine": into_engine}
-        found = in_turns(acts | {"raw": raw_copy(size, device, to_device=True)}, rounds, device)
-    taken = {name: middle(times) for name, times in found.items()}
+        acts = {
+            "actor_fwd": lambda: model.load_tensors(open_slab(next(turns))),
+            "engine": into_engine,
+            "unmapped": lambda: model.load_hf(slabs[0]),
+        }
+        times = in_turns(acts | {"raw": raw_copy(size, device, to_device=True)}, rounds, device)
+    taken = {name: middle(seconds) for name, seconds in times.items()}
     of_raw = {f"{name}_of_raw": taken["raw"] / taken[name] for name in acts}
-    return {"bytes": float(size), **of_raw, **{f"{name}_s": taken[name] for name in acts}}
+    return {"bytes": float(size), **of_raw, **{f"{name}_s": taken[name] for name in taken}}
 
 
 def checkpoint(
@@ -126,6 +151,8 @@ def checkpoint(
     from relax_hpc.training.models.batches import collate
 
     ours = trainer(shape, actor, device)
+    # As a role does at its start: the collector leaves the objects of modules alone.
+    gc.freeze()
     saver = Saver(ours, RankChannel(PATIENCE_S), PATIENCE_S)
     started = time.perf_counter()
     saver.prepare()
