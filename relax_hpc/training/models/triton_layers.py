@@ -3,6 +3,9 @@ launches.
 
 All kernels compute in float32, for any type of the tensors. With TRITON_INTERPRET=1 they run slowly
 on a CPU.
+
+The number of tokens is not specialized (`do_not_specialize`), so that packs of new lengths compile
+nothing. Triton 3.6 would compile other variants for multiples of 16 and for 1.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from relax_hpc.training.models.norm import RMSNorm
 
 # Elements that a program processes in one step.
 _BLOCK = 4096
+_WARP_ELEMENTS, _MAX_WARPS = 1024, 16
 _PROGRAMS_PER_PROCESSOR = 4
+# Pairs of a head, and heads, that a program rotates: 8 pairs in each head for a thread.
+_ROTARY_PAIRS, _ROTARY_HEADS = 1024, 4
 
 
 def install() -> None:
@@ -96,7 +102,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         rows, columns = x.shape
-        shape = _block_shape(columns)
+        shape = _backward_shape(columns)
         programs = min(triton.cdiv(rows, shape["ROWS"]), _max_programs(x.device))
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         # Each program sums the weight's gradient over its rows.
@@ -113,13 +119,12 @@ class _RMSNorm(torch.autograd.Function):
             columns,
             x.stride(0),
             flat.stride(0),
-            programs,
             **shape,
         )
         return d_x.view(d_y.shape), partial_sums.sum(0).to(weight.dtype), None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_forward(
     X, W, Y, SCALE, rows, columns, stride, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -136,7 +141,7 @@ def _norm_forward(
     tl.store(SCALE + row, scale, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_backward(
     X,
     W,
@@ -148,17 +153,19 @@ def _norm_backward(
     columns,
     stride,
     d_stride,
-    programs,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     column = tl.arange(0, COLUMNS)
-    w = tl.load(W + column, mask=column < columns, other=0.0).to(tl.float32)
     # The gradient of the weight is a sum over all rows. Each program sums its rows in registers and
     # stores one partial sum; atomic additions would make the order of the sum random.
-    d_w = tl.zeros((COLUMNS,), tl.float32)
+    d_w = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # In a block of several rows a thread has few columns and can keep their weights. A thread of a
+    # long row would spill them, and reads them from the cache for each row.
+    if ROWS > 1:
+        kept_w = tl.load(W + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     first = tl.program_id(0).to(tl.int64)
-    for start in range(first * ROWS, rows, programs * ROWS):
+    for start in range(first * ROWS, rows, tl.num_programs(0) * ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & (column[None, :] < columns)
         scale = tl.load(SCALE + row, mask=row < rows, other=0.0)
@@ -168,13 +175,17 @@ def _norm_backward(
         d_y = tl.load(DY + row[:, None] * d_stride + column[None, :], mask=inside, other=0.0).to(
             tl.float32
         )
-        normal, slope = x * scale[:, None], d_y * w[None, :]
-        d_w += tl.sum(d_y * normal, 0)
+        if ROWS > 1:
+            w = kept_w
+        else:
+            w = tl.load(W + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        normal, slope = x * scale[:, None], d_y * w
+        d_w += d_y * normal
         d_x = (slope - normal * (tl.sum(slope * normal, 1) / columns)[:, None]) * scale[:, None]
         tl.store(
             DX + row[:, None] * columns + column[None, :], d_x.to(DX.dtype.element_ty), mask=inside
         )
-    tl.store(DW + first * columns + column, d_w, mask=column < columns)
+    tl.store(DW + first * columns + column, tl.sum(d_w, 0), mask=column < columns)
 
 
 class _Rotary(torch.autograd.Function):
@@ -199,18 +210,25 @@ def _rotate(t: Tensor, freqs: Tensor, sign: float) -> Tensor:
     # of the fused queries, keys and values need no copy.
     t = t if t.stride(3) == 1 else t.contiguous()
     out = torch.empty_like(t, memory_format=torch.contiguous_format)
-    blocks = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(dim // 2)}
-    _rotate_token[(s * batch,)](
-        t, out, freqs.contiguous(), batch, heads, dim // 2, *t.stride()[:3], sign, **blocks
+    rows, half = s * batch, triton.next_power_of_2(dim // 2)
+    block = {
+        "ROWS": max(1, _ROTARY_PAIRS // half),
+        "HALF": half,
+        "HEADS": min(triton.next_power_of_2(heads), _ROTARY_HEADS),
+    }
+    grid = (triton.cdiv(rows, block["ROWS"]), triton.cdiv(heads, block["HEADS"]))
+    _rotate_heads[grid](
+        t, out, freqs.contiguous(), rows, batch, heads, dim // 2, *t.stride()[:3], sign, **block
     )
     return out
 
 
-@triton.jit
-def _rotate_token(
+@triton.jit(do_not_specialize=["rows"])
+def _rotate_heads(
     X,
     Y,
     ANGLES,
+    rows,
     batch,
     heads,
     half,
@@ -218,18 +236,22 @@ def _rotate_token(
     stride_b,
     stride_h,
     sign,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     HALF: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    # One program rotates all heads of one token.
-    number = tl.program_id(0).to(tl.int64)
-    token, line = number // batch, number % batch
-    lane, head = tl.arange(0, HALF), tl.arange(0, HEADS)
-    angle = tl.load(ANGLES + token * 2 * half + lane, mask=lane < half, other=0.0)
-    cos, sin = tl.cos(angle)[None, :], (tl.sin(angle) * sign)[None, :]
-    inside = (head[:, None] < heads) & (lane[None, :] < half)
-    x = X + token * stride_s + line * stride_b + head[:, None] * stride_h + lane[None, :]
-    y = Y + (number * heads + head[:, None]) * 2 * half + lane[None, :]
+    # One program rotates some heads of some tokens. Each thread has the same pairs in all of its
+    # heads, so that it computes their sines only once.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, line = row // batch, row % batch
+    lane = tl.arange(0, HALF)
+    known = (row[:, None] < rows) & (lane[None, :] < half)
+    angle = tl.load(ANGLES + token[:, None] * 2 * half + lane[None, :], mask=known, other=0.0)
+    cos, sin = tl.cos(angle)[None], (tl.sin(angle) * sign)[None]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None, None]
+    inside = known[None] & (head < heads)
+    x = X + (token * stride_s + line * stride_b)[None, :, None] + head * stride_h + lane
+    y = Y + (row[None, :, None] * heads + head) * 2 * half + lane
     first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
     tl.store(y, (first * cos - second * sin).to(Y.dtype.element_ty), mask=inside)
@@ -245,8 +267,9 @@ class _SwiGLU(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+        columns = y.shape[-1]
         _swiglu_forward[(triton.cdiv(y.numel(), _BLOCK),)](
-            x, y, y.numel(), y.shape[-1], BLOCK=_BLOCK
+            x, y, y.numel() // columns, columns, BLOCK=_BLOCK
         )
         return y
 
@@ -255,26 +278,29 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         d_y, d_x = d_y.contiguous(), torch.empty_like(x)
+        columns = d_y.shape[-1]
         _swiglu_backward[(triton.cdiv(d_y.numel(), _BLOCK),)](
-            x, d_y, d_x, d_y.numel(), d_y.shape[-1], BLOCK=_BLOCK
+            x, d_y, d_x, d_y.numel() // columns, columns, BLOCK=_BLOCK
         )
         return d_x
 
 
-@triton.jit
-def _swiglu_forward(X, Y, size, columns, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _swiglu_forward(X, Y, rows, columns, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    # Triton derives from `columns` that the mask ends at a multiple of 16 elements.
+    inside = at < rows.to(tl.int64) * columns
     x = X + at // columns * 2 * columns + at % columns
     a = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(Y + at, (a * tl.sigmoid(a) * b).to(Y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _swiglu_backward(X, DY, DX, size, columns, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _swiglu_backward(X, DY, DX, rows, columns, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    # Triton derives from `columns` that the mask ends at a multiple of 16 elements.
+    inside = at < rows.to(tl.int64) * columns
     index = at // columns * 2 * columns + at % columns
     a = tl.load(X + index, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(X + index + columns, mask=inside, other=0.0).to(tl.float32)
@@ -286,9 +312,25 @@ def _swiglu_backward(X, DY, DX, size, columns, BLOCK: tl.constexpr):
 
 
 def _block_shape(columns: int) -> dict[str, int]:
-    """Rows and columns that a program processes in one step. Triton's blocks have powers of 2."""
+    """Rows and columns that a program processes in one step, and its warps. Triton's blocks have
+    powers of 2. Up to a width of 16,384, a thread has at most 32 elements: registers for more of
+    them spill."""
     padded = triton.next_power_of_2(columns)
-    return {"ROWS": max(1, _BLOCK // padded), "COLUMNS": padded}
+    rows = max(1, _BLOCK // padded)
+    warps = min(max(4, padded // _WARP_ELEMENTS), _MAX_WARPS)
+    return {"ROWS": rows, "COLUMNS": padded, "num_warps": warps}
+
+
+def _backward_shape(columns: int) -> dict[str, int]:
+    """`_block_shape` of the backward pass, with a limit of a thread's registers for long rows.
+
+    A processor then runs the programs of `_max_programs` in one, two or four equal rounds, for 4, 8
+    and 16 warps. Without a limit, ptxas of CUDA 12.8 uses up to 191 registers. 128 need no spill.
+    """
+    shape = _block_shape(columns)
+    if shape["ROWS"] == 1:
+        shape["maxnreg"] = 128
+    return shape
 
 
 def _max_programs(device: torch.device) -> int:
