@@ -14,6 +14,7 @@ from relax_hpc.training.adam import UpdatePiece
 from relax_hpc.training.rounding import MIXERS, step_salt
 
 _BLOCK = 2048
+_MULTIPLE = tl.constexpr(16)
 (_SHIFT, _FACTOR), (_SHIFT_2, _FACTOR_2) = (tuple(map(tl.constexpr, mixer)) for mixer in MIXERS)
 
 
@@ -40,10 +41,22 @@ def update(piece: UpdatePiece, states: Sequence[Tensor]) -> None:
     )
 
 
-@triton.jit
+# The count and the salt change, but must not select another compiled variant.
+@triton.jit(do_not_specialize=["count", "salt"])
 def _adamw(P, G, M, V, count, decay, rate, root, eps, beta1, beta2, salt, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    # Triton accesses 16 bytes at once only if the mask ends at a multiple of 16 elements. So one
+    # program updates the elements after the last multiple.
+    even = count // _MULTIPLE * _MULTIPLE
+    _update_block(P, G, M, V, at, even, decay, rate, root, eps, beta1, beta2, salt)
+    if (tl.program_id(0) == 0) & (even < count):
+        last = even + tl.arange(0, _MULTIPLE)
+        _update_block(P, G, M, V, last, count, decay, rate, root, eps, beta1, beta2, salt)
+
+
+@triton.jit
+def _update_block(P, G, M, V, at, end, decay, rate, root, eps, beta1, beta2, salt):
+    inside = at < end
     p, g = tl.load(P + at, mask=inside), tl.load(G + at, mask=inside)
     m = tl.load(M + at, mask=inside).to(tl.float32)
     v = tl.load(V + at, mask=inside).to(tl.float32)
