@@ -34,7 +34,7 @@ class Chunk:
     """Logits and targets of the n tokens of a chunk."""
 
     logits: Tensor
-    """[n, v], this rank's columns. Kernels may overwrite them."""
+    """[n, v], this rank's columns. Kernels may overwrite them, and the padding between rows."""
     targets: Tensor
     """int64 [n, m]: columns in ``logits``; -1: another rank has the target. A token may have the
     same target twice."""
@@ -73,6 +73,9 @@ class ChunkKernels(Protocol):
 
     entropy_is_free: bool
     """Whether entropies have no measurable cost in addition to log-probabilities."""
+    row_multiple: int
+    """The rows of logits are padded in memory to a multiple of so many elements. Kernels then
+    access all rows at aligned addresses."""
 
     def terms(self, chunk: Chunk, entropy: bool) -> Terms:
         """Terms of z = logits / temperature.
@@ -97,6 +100,7 @@ class PlainKernels:
     """
 
     entropy_is_free = False
+    row_multiple = 1
 
     def terms(self, chunk: Chunk, entropy: bool) -> Terms:
         """See `ChunkKernels`."""
@@ -271,7 +275,7 @@ class _OutputLogprobs(torch.autograd.Function):
         d_states = torch.zeros_like(states)
         total, d_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else (None, None)
         for tokens in _chunks(len(states), ctx.rows):
-            logits = _logits(states[tokens], rows, ctx.banned)
+            logits = _logits(states[tokens], rows, ctx.banned, ctx.kernels.row_multiple)
             chunk = Chunk(logits, local[tokens], ctx.temperature)
             slope = ctx.kernels.slopes(chunk, upstream.chunk(tokens))
             torch.mm(slope, rows, out=d_states[tokens])
@@ -301,9 +305,22 @@ def _local_banned(banned: Sequence[int], weight: Tensor, group: Any) -> list[int
     return [column - first for column in banned if 0 <= column - first < weight.shape[0]]
 
 
-def _logits(states: Tensor, rows: Tensor, banned: list[int]) -> Tensor:
-    """[n, v], with `BANNED` in the ``banned`` columns."""
-    logits = states @ rows.t()
+def padded_rows(like: Tensor, tokens: int, columns: int, row_multiple: int) -> Tensor:
+    """Uninitialized values [tokens, columns], whose stride of rows is a multiple of
+    ``row_multiple``. Their type and device are those of ``like``."""
+    stride = columns + -columns % row_multiple
+    return like.new_empty((tokens, stride))[:, :columns]
+
+
+def _logits(states: Tensor, rows: Tensor, banned: list[int], row_multiple: int) -> Tensor:
+    """[n, v], with `BANNED` in the ``banned`` columns; see `padded_rows`."""
+    columns = len(rows)
+    if columns % row_multiple:
+        # cuBLAS needs aligned rows for its fast kernels too.
+        logits = padded_rows(states, len(states), columns, row_multiple)
+        torch.mm(states, rows.t(), out=logits)
+    else:
+        logits = states @ rows.t()
     for column in banned:
         # Indexing by a Python number does not synchronize; a list would be uploaded.
         logits[:, column] = BANNED
@@ -326,13 +343,14 @@ def _local_terms(
     # Stays for a rank whose rows are all padding.
     terms[0] = torch.finfo(terms.dtype).min
     for tokens in _chunks(len(states), len(rows)):
-        chunk = Chunk(_logits(states[tokens], rows, banned), local[tokens], temperature)
+        logits = _logits(states[tokens], rows, banned, kernels.row_multiple)
+        chunk = Chunk(logits, local[tokens], temperature)
         inspect(tokens, chunk.logits)
         top, total, expectation, chosen = kernels.terms(chunk, entropy)
         terms[:3, tokens] = torch.stack([top, total, expectation])
         terms[3:, tokens] = chosen.t()
         # Frees the logits before those of the next chunk are computed.
-        del chunk
+        del chunk, logits
     return terms
 
 

@@ -132,6 +132,30 @@ def test_logprobs_of_a_chunk(vocab: int, temperature: float, entropy: bool, more
     agree(by(TritonKernels()), by(PLAIN), states, weight)
 
 
+@pytest.mark.parametrize("columns", [5, 32, 4100])
+@pytest.mark.parametrize("padded", [False, True])
+def test_logits_of_a_shard_with_and_without_padded_rows(columns: int, padded: bool):
+    """Another rank has some targets. Kernels overwrite no row of another token."""
+    from relax_hpc.training.logprobs import PLAIN, Chunk, Upstream, padded_rows
+    from relax_hpc.training.triton_logprobs import TritonKernels
+
+    kernels, values = TritonKernels(), 3 * random(5, columns).to(DEVICE)
+    targets = torch.tensor([[0, -1], [columns - 1, 0], [-1, -1], [1, 1], [4, 2]], device=DEVICE)
+    multiple = kernels.row_multiple if padded else 1
+    logits = padded_rows(values, 5, columns, multiple).copy_(values)
+    assert logits.stride(0) == columns + -columns % multiple
+    chunk = Chunk(logits, targets, 0.7)
+    terms = PLAIN.terms(Chunk(values.clone(), targets, 0.7), True)
+    for value, exact in zip(kernels.terms(chunk, True), terms, strict=True):
+        torch.testing.assert_close(value, exact, **NEAR)
+    log_total = terms[1].log() + terms[0]
+    entropies = terms[1].log() - terms[2] / terms[1]
+    slopes = random(5, 2).to(DEVICE)
+    upstream = Upstream(log_total, entropies, slopes, slopes[:, 1] - slopes[:, 0])
+    exact = PLAIN.slopes(Chunk(values, targets, 0.7), upstream)
+    torch.testing.assert_close(kernels.slopes(chunk, upstream), exact, **NEAR)
+
+
 def test_a_step_is_that_of_plain_layers(tiny: Path):
     """Log-probs, metrics and weights after it, whose optimizer is one kernel too."""
     steps = []

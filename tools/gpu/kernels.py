@@ -87,11 +87,12 @@ def logprobs(
 def _measure_logprobs(
     cases: KernelCases, tokens: int, vocab: int, entropy: bool, figures: Figures
 ) -> None:
-    from relax_hpc.training.logprobs import Chunk, Upstream
+    from relax_hpc.training.logprobs import Chunk, Upstream, padded_rows
     from relax_hpc.training.triton_logprobs import TritonKernels
 
     kernels, device = TritonKernels(), cases.device
-    logits = torch.randn(tokens, vocab, dtype=torch.bfloat16, device=device).mul_(2)
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    logits = padded_rows(like, tokens, vocab, kernels.row_multiple).normal_().mul_(2)
     targets = torch.randint(vocab, (tokens, 1), device=device)
     # Tokens that are computed in float64, from the first to the last.
     checked = torch.linspace(0, tokens - 1, min(tokens, _CHECKED_TOKENS)).long().to(device)
