@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.batches import collate, idle_batch
 from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.towers import attention
 from relax_hpc.training.models.towers.encoder_input import TowerMedia
 from relax_hpc.training.models.towers.media import RowMedia, TowerInput
 from relax_hpc.training.models.towers.vision import normalize_pixels
@@ -185,6 +187,73 @@ def test_towers_for_sights_and_sounds_learn_what_transformers_learns(
     ours = learnt(directory, (OMNI_ROWS[:3], OMNI_ROWS[3:]), media=OMNI_MEDIA, recompute=recompute)
     assert_equal(tower_gradients(ours), theirs.visual)
     assert_equal(tower_gradients(ours, "audio"), theirs.audio_tower)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_attention_for_all_frames_of_a_layer_learns_the_same(
+    tmp_path: Path, recompute: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As on GPUs in bfloat16, here with the formula instead of the kernel, and with the numbers of
+    transformers' own attention."""
+    calls = list[int]()
+
+    def varlen_attn(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ends: torch.Tensor,
+        key_ends: torch.Tensor,
+        longest: int,
+        longest_key: int,
+        scale: float,
+    ) -> torch.Tensor:
+        sizes = ends.diff().tolist()
+        assert ends.dtype == torch.int32 and max(sizes) == longest == longest_key
+        assert sum(sizes) == len(q) and torch.equal(ends, key_ends)
+        calls.append(len(sizes))
+        rows = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (q, k, v)), strict=True)
+        return torch.cat(
+            [torch.nn.functional.scaled_dot_product_attention(*row, scale=scale) for row in rows],
+            dim=1,
+        ).transpose(0, 1)
+
+    directory = model(tmp_path / "hf", QWEN3_OMNI_THINKER)
+    packs = OMNI_ROWS[:3], OMNI_ROWS[3:]
+    theirs = learnt(directory, packs, media=OMNI_MEDIA, recompute=recompute)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "_has_kernel", lambda weight, size: True)
+    ours = learnt(directory, packs, media=OMNI_MEDIA, recompute=recompute)
+    for name in ("visual", "audio"):
+        expected = tower_gradients(theirs, name)
+        for parameter, gradient in tower_gradients(ours, name).items():
+            torch.testing.assert_close(gradient, expected[parameter], atol=1e-5, rtol=1e-4)
+    layers = sum(tower.depth for tower in ours.model.spec.towers)
+    # Sounds whose chunks differ in length are encoded one after the other.
+    assert len(calls) >= layers * len(packs) and max(calls) > 1
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "packed"),
+    [
+        ("cuda", torch.bfloat16, 72, True),
+        ("cuda", torch.bfloat16, 64, True),
+        ("cuda", torch.bfloat16, 20, False),
+        ("cuda", torch.bfloat16, 264, False),
+        ("cuda", torch.float32, 72, False),
+        ("cpu", torch.bfloat16, 72, False),
+    ],
+)
+def test_attention_of_towers_is_chosen_by_device_type_and_heads(
+    device: str, dtype: torch.dtype, size: int, packed: bool
+):
+    weight = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype)
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    module = SimpleNamespace(parameters=lambda: iter([weight]), config=config)
+    attention.choose_attention(module, size)
+    assert config._attn_implementation == ("torch_flash_varlen" if packed else "sdpa")
+    weight.is_cuda = False
+    attention.choose_attention(module, size)
+    assert config._attn_implementation == "sdpa"
 
 
 def backward(theirs: Any, rows: list[Row], omni: bool = False) -> None:

@@ -152,6 +152,9 @@ class AudioTower(Tower):
         """See `Tower.encode`."""
         import torch
 
+        from relax_hpc.training.models.towers.attention import choose_attention
+
+        choose_attention(module, self.width // self.heads)
         lengths = media.grids[:, 2]
         sounds = media.values.to(next(module.parameters()).dtype).split(lengths.tolist())
 
