@@ -8,6 +8,7 @@ Only wheels whose hashes the lock has count. By architecture the file has:
 - `download_bytes`, and `installed_bytes`: all files and, for bytecode, Python's sources once more
 - `gpu_targets`: compute capabilities that the kernels of `GPU_PACKAGES` are compiled for, read from
   their wheels; `9.0+PTX` is code that newer GPUs can compile
+- `clashes`: paths that several wheels contain with different contents, and the packages
 - in place of all these `missing`: the pins without a wheel for it
 
 It reads the list of files of each wheel from the end of the file, with HTTP range requests, and
@@ -16,6 +17,7 @@ downloads the wheels of `GPU_PACKAGES` (about 2 GB for both architectures).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -112,12 +114,44 @@ def lock_digest(name: str, folder: Path = FOLDER) -> str:
     return digest.hexdigest()
 
 
+@functools.cache
+def list_files(wheel: Wheel) -> list[zipfile.ZipInfo]:
+    """Files of a wheel."""
+    with zipfile.ZipFile(RemoteFile(wheel.url, wheel.nbytes)) as archive:  # type: ignore[arg-type]
+        return [file for file in archive.infolist() if not file.is_dir()]
+
+
 def installed_bytes(wheel: Wheel) -> int:
     """Bytes of a wheel's files on disk, with an estimate for bytecode: as large as its source."""
-    with zipfile.ZipFile(RemoteFile(wheel.url, wheel.nbytes)) as archive:  # type: ignore[arg-type]
-        files = archive.infolist()
+    files = list_files(wheel)
     sources = (file.file_size for file in files if file.filename.endswith(".py"))
     return sum(file.file_size for file in files) + sum(sources)
+
+
+def installed_path(name: str) -> str:
+    """Path in the environment of the file ``name`` of a wheel, relative to site-packages.
+
+    >>> installed_path("torch-2.data/purelib/torch/x.py"), installed_path("torch-2.data/scripts/x")
+    ('torch/x.py', 'scripts:x')
+    """
+    match = re.fullmatch(r"[^/]+\.data/([a-z]+)/(.*)", name)
+    if not match:
+        return name
+    scheme, path = match.groups()
+    return path if scheme in ("purelib", "platlib") else f"{scheme}:{path}"
+
+
+def find_clashes(wheels: Mapping[str, Wheel]) -> dict[str, list[str]]:
+    """Paths that several of ``wheels``, by pin, contain with different contents -> their pins."""
+    contents: dict[str, dict[str, int]] = {}
+    for pin, wheel in wheels.items():
+        for file in list_files(wheel):
+            contents.setdefault(installed_path(file.filename), {})[pin] = file.CRC
+    clashes = {}
+    for path, checksums in contents.items():
+        if len(set(checksums.values())) > 1:
+            clashes[path] = sorted(checksums)
+    return dict(sorted(clashes.items()))
 
 
 def oldest_glibc(wheels: Sequence[Wheel], python: tuple[int, int], architecture: str) -> int:
@@ -148,7 +182,7 @@ def best_wheel(
 
 def architecture_needs(architecture: str, wheels_by_pin: Mapping[str, Sequence[Wheel]]) -> Needs:
     """What the pins need on one architecture, GPU targets excluded. Sizes are those of the first
-    Python."""
+    Python, clashes of all."""
     floors: dict[str, int] = {}
     missing = []
     for pin, wheels in wheels_by_pin.items():
@@ -159,19 +193,32 @@ def architecture_needs(architecture: str, wheels_by_pin: Mapping[str, Sequence[W
     if missing:
         return {"missing": missing}
     package = max(floors, key=lambda pin: floors[pin])
-    chosen: list[Wheel] = []
-    for wheels in wheels_by_pin.values():
-        wheel = best_wheel(wheels, PYTHONS[0], architecture)
-        assert wheel is not None
-        chosen.append(wheel)
-    with ThreadPoolExecutor(_CONNECTIONS) as pool:
-        sizes = list(pool.map(installed_bytes, chosen))
+    chosen = {python: choose_wheels(wheels_by_pin, python, architecture) for python in PYTHONS}
+    clashes: dict[str, list[str]] = {}
+    for wheels in chosen.values():
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            list(pool.map(list_files, wheels.values()))
+        clashes |= find_clashes(wheels)
+    installed = chosen[PYTHONS[0]].values()
     return {
         "glibc": f"2.{floors[package]}",
         "glibc_package": package,
-        "download_bytes": sum(wheel.nbytes for wheel in chosen),
-        "installed_bytes": sum(sizes),
+        "download_bytes": sum(wheel.nbytes for wheel in installed),
+        "installed_bytes": sum(installed_bytes(wheel) for wheel in installed),
+        "clashes": clashes,
     }
+
+
+def choose_wheels(
+    wheels_by_pin: Mapping[str, Sequence[Wheel]], python: tuple[int, int], architecture: str
+) -> dict[str, Wheel]:
+    """Pin -> the wheel that pip would take; each pin has one."""
+    chosen = {}
+    for pin, wheels in wheels_by_pin.items():
+        wheel = best_wheel(wheels, python, architecture)
+        assert wheel is not None
+        chosen[pin] = wheel
+    return chosen
 
 
 def gpu_targets(wheel: Wheel) -> list[str]:
@@ -252,10 +299,8 @@ def package_targets(
     architecture: str, wheels_by_pin: Mapping[str, Sequence[Wheel]]
 ) -> Iterator[tuple[str, list[str]]]:
     """Pin and `gpu_targets` of each of `GPU_PACKAGES`."""
-    for pin, wheels in wheels_by_pin.items():
+    for pin, wheel in choose_wheels(wheels_by_pin, PYTHONS[0], architecture).items():
         if canonical(pin.split()[0]) in GPU_PACKAGES:
-            wheel = best_wheel(wheels, PYTHONS[0], architecture)
-            assert wheel is not None
             yield pin, gpu_targets(wheel)
 
 

@@ -14,6 +14,11 @@ from types import ModuleType
 import pytest
 from packaging.utils import parse_wheel_filename
 
+CLASHES = {
+    "build_backend.py": "scripts that built two wheels, which nothing imports; env/verify.py "
+    "accepts the size of either"
+}
+"""Path that wheels of a lock contain with different contents -> why that does no harm."""
 ENV = Path(__file__).resolve().parents[2] / "env"
 
 
@@ -40,6 +45,8 @@ def test_the_stored_needs_are_those_of_the_lock(
     for needs in stored["architectures"].values():
         assert "missing" not in needs, "all pins have wheels for both architectures"
         assert needs["installed_bytes"] > needs["download_bytes"] > 10**9
+        unexplained = needs["clashes"].keys() - CLASHES.keys()
+        assert not unexplained, "wheels overwrite files of others, in the order of installation"
         packages = {pin.split()[0] for pin in needs.get("gpu_targets", {})}
         assert packages == (set(lock_needs.GPU_PACKAGES) if name == "gpu" else set())
         assert all(needs.get("gpu_targets", {}).values())
@@ -51,8 +58,10 @@ def make_wheels(wheel_index: ModuleType, folder: Path, *names: str) -> list[obje
     for name in names:
         path = folder / name
         with zipfile.ZipFile(path, "w") as archive:
+            package = name.partition("-")[0]
             archive.writestr("package/code.py", "x" * 10)
-            archive.writestr("package/data.bin", "x" * 100)
+            archive.writestr(f"{package}-1.data/platlib/package/data.bin", package[:1] * 100)
+            archive.writestr(f"{package}/own.bin", "")
         tags = parse_wheel_filename(name)[3]
         wheels.append(wheel_index.Wheel(name, name, tags, path.stat().st_size, str(path)))
     return wheels
@@ -86,6 +95,7 @@ def test_needs_of_an_architecture(
     pins = {"pure 1": pure, "old 1": old, "new 1": new}
     needs = lock_needs.architecture_needs("x86_64", pins)
     assert (needs["glibc"], needs["glibc_package"]) == ("2.31", "new 1")
+    assert needs["clashes"] == {"package/data.bin": ["new 1", "old 1", "pure 1"]}
     # Sources count twice, for bytecode.
     assert needs["installed_bytes"] == 3 * 120
     assert lock_needs.architecture_needs("aarch64", pins) == {"missing": ["new 1"]}

@@ -280,6 +280,7 @@ def index() -> Iterator[str]:
         f"cp312-cp312-{linux}",
         f"cp313-cp313-{linux}",
         f"cp311-cp311-{mac}",
+        f"cp311-cp311-{linux.replace('x86_64', 'aarch64')}",
     )
     files |= (
         wheels_of("2", f"cp310-abi3-{linux}")
@@ -321,7 +322,8 @@ def test_hashes_are_those_of_all_wheels_for_both_pythons(tmp_path: Path, index: 
     lock.write_text("# what it is\ntiny==1\n")
     assert write_hashes(lock, index).returncode == 0
     linux = "manylinux_2_17_x86_64.manylinux2014_x86_64"
-    public = wheels_of("1", f"cp311-cp311-{linux}", f"cp312-cp312-{linux}")
+    both = (linux, linux.replace("x86_64", "aarch64"))
+    public = wheels_of("1", *(f"cp311-cp311-{tag}" for tag in both), f"cp312-cp312-{linux}")
     assert hashes(lock) == {"tiny==1": {f"--hash=sha256:{sha256}" for sha256 in public.values()}}
     assert lock.read_text().startswith("# what it is\ntiny==1 \\\n    --hash=")
     own = f"--hash=sha256:{'f' * 64}"
@@ -339,10 +341,13 @@ def test_hashes_are_those_of_all_wheels_for_both_pythons(tmp_path: Path, index: 
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("lock", ["cpu", "cuda", "gpu"])
-def test_lock_resolves_with_binaries_only(lock: str, python: str, tmp_path: Path) -> None:
-    """By pip's dry run: what a login node without a driver, a compiler and its package index can
-    install."""
+def test_lock_resolves_with_binaries_only(
+    lock: str, architecture: str, python: str, tmp_path: Path
+) -> None:
+    """By pip's dry run with hashes: what a login node without a driver, a compiler and its package
+    index can install."""
     if not os.environ.get("RELAX_WHOLE"):
         pytest.skip(
             "asks the package index for every pin, a minute a lock: RELAX_WHOLE=1 (env/test.sh "
@@ -352,19 +357,29 @@ def test_lock_resolves_with_binaries_only(lock: str, python: str, tmp_path: Path
     pip = [tmp_path / "bin/python", "-m", "pip", "install", "-q"]
     # Debian's own pip downloads whole files for a dry run; a later one reads their metadata.
     subprocess.run([*pip, "-U", "pip"], check=True, timeout=300)
+    path = ROOT / f"env/requirements-{lock}.txt"
     names = tmp_path / "lock.txt"
-    names.write_text("".join(f"{pin}\n" for pin in hashes(ROOT / f"env/requirements-{lock}.txt")))
+    names.write_text("".join(f"{pin}\n" for pin in hashes(path)))
     options = [
         "--dry-run",
         "--only-binary=:all:",
         "--no-deps",
         "--ignore-installed",
         "--use-feature=fast-deps",
+        f"--platform=linux_{architecture}",
     ]
+    # The oldest glibc for which all pins have wheels.
+    options += [f"--platform=manylinux_2_{minor}_{architecture}" for minor in range(34, 4, -1)]
+    options += [f"--platform=manylinux{year}_{architecture}" for year in (2014, 2010, 1)]
     options += ["--python-version", python, "--report", tmp_path / "report", "-r", names]
     done = subprocess.run([*pip, *options], capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr
-    assert len(json.loads((tmp_path / "report").read_text())["install"]) == len(pins(names))
+    installed = json.loads((tmp_path / "report").read_text())["install"]
+    assert len(installed) == len(pins(names))
+    locked = set().union(*hashes(path).values())
+    for package in installed:
+        sha256 = package["download_info"]["archive_info"]["hashes"]["sha256"]
+        assert f"--hash=sha256:{sha256}" in locked, package["download_info"]["url"]
 
 
 def files_of_the_image() -> list[tuple[str, str]]:

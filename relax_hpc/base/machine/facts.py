@@ -59,7 +59,7 @@ class Facts(NamedTuple):
     """Hard limit of a process; `UNLIMITED`: none."""
     c_compiler: str = ""
     user_namespaces: str = ""
-    """Why an ordinary user cannot create user namespaces; empty: nothing forbids it."""
+    """Reason why an ordinary user cannot create user namespaces; empty: nothing forbids it."""
     disk: Disk = Disk()
     """Filesystem of the installation."""
     temporary_disk: Disk = Disk()
