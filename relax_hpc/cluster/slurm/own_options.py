@@ -18,12 +18,12 @@ from relax_hpc.base.errors import Mistakes
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a user may do to an option."""
+    """Changes of an option that a user may make."""
 
     kind: Literal["free", "recovery", "fixed"]
     """`free`: replace and remove it; `recovery`: only replace it; `fixed`: neither."""
     advice: str = ""
-    """What to do instead."""
+    """Text that says what to do instead."""
     allowed: re.Pattern[str] | None = None
     """Pattern of the values that may replace it. None: any value."""
 
