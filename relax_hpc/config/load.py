@@ -227,8 +227,8 @@ def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = No
 def _with_gpu_defaults(layers: Layers) -> dict[str, Any]:
     """Return the tree with the type and the kernels of a model on GPUs, if no layer sets them.
 
-    The choice is stored with the run, so that it does not change when packages do. For fused
-    kernels, tools/bench/results/gpu-nvidia-h200.json has 1.6 times the speed of plain ones.
+    The choice is stored with the run, so that groups that restart keep it. For fused kernels,
+    tools/bench/results/gpu-nvidia-h200.json has 1.6 times the speed of plain ones.
     """
     tree = layers.tree
     defaults = {"model.dtype": "bfloat16"}
