@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from relax_hpc.base.machine import own_environment
-from relax_hpc.base.machine.facts import Facts
+from relax_hpc.base.machine.facts import Driver, Facts
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm import node_probe
 from relax_hpc.cluster.slurm.node_probe import BadNodes, check_node, excluded_nodes, fabric_problems
@@ -75,6 +75,11 @@ def test_a_node_that_lacks_what_the_environment_needs(
     old = old._replace(libc="glibc 2.34", user_namespaces="user.max_user_namespaces is 0")
     monkeypatch.setattr(own_environment, "read_facts", lambda **_: old)
     assert check_node(run).ok
+    silent = old._replace(driver=Driver(answers=False), user_namespaces="")
+    monkeypatch.setattr(own_environment, "read_facts", lambda **_: silent)
+    (problem,) = check_node(run, gpus=8).problems
+    assert problem.startswith("NVIDIA driver without an answer found"), "nvidia-smi is not asked"
+    monkeypatch.setattr(own_environment, "read_facts", lambda **_: old)
     (problem,) = check_node(run, programs=True).problems
     assert problem.startswith("user namespaces forbidden (user.max_user_namespaces is 0) found")
 

@@ -165,14 +165,15 @@ def _compiler(facts: Facts) -> "Iterator[Problem]":
 def _driver(facts: Facts, needs: "dict[str, Any]") -> "Iterator[Problem]":
     """A machine without GPUs, such as a login node, needs no driver."""
     driver, cuda = facts.driver, needs.get("cuda", "")
+    if not driver.answers:
+        advice = "its node needs a repair (dmesg, nvidia-smi); use other nodes"
+        yield Problem("NVIDIA driver without an answer", "an answer", "by all GPUs", advice)
+        return
     oldest = OLDEST_DRIVERS.get(_major(cuda))
     if oldest is None:
         return
     needed, purpose = f"{oldest} or newer", f"by CUDA {cuda}"
-    if not driver.answers:
-        advice = "its node needs a repair (dmesg, nvidia-smi); use other nodes"
-        yield Problem("NVIDIA driver without an answer", needed, purpose, advice)
-    elif not driver.version and facts.nvidia_devices:
+    if not driver.version and facts.nvidia_devices:
         found, advice = f"{facts.nvidia_devices} NVIDIA GPUs without a driver", "install it"
         yield Problem(found, needed, purpose, advice, is_fatal=False)
     elif driver.version and max(map(_major, (driver.version, facts.compatible_driver))) < oldest:

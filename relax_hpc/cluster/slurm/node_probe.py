@@ -102,7 +102,8 @@ def check_node(
         report.problems.append(
             f"{SHM}: found {report.shm_mib} MiB free, needed: {MIN_SHM_MIB}; left-over segments?"
         )
-    if gpus:
+    # nvidia-smi would hang for ever on a driver that does not answer.
+    if gpus and report.meets_requirements:
         _check_gpus(report, gpus)
     report.problems += fabric_problems(FABRIC)
     if interface:
