@@ -148,7 +148,7 @@ def norm(device: str, widths: Sequence[int], elements: int, copied_bytes: int) -
     """RMS norm of about ``elements`` elements, for rows of each width."""
     cases = KernelCases(device, copied_bytes)
     for width in widths:
-        # A multiple of 16, which decides the compiled variant, but not of the rows of a block.
+        # Not a multiple of the rows of a block.
         shape = [elements // width // 16 * 16 + 16, width]
         cases.run(f"norm {width}", partial(_measure_norm, cases, shape))
     return cases.figures
