@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.machine import own_environment
+from relax_hpc.base.machine.facts import read_facts
+from relax_hpc.commands.program import main
 from relax_hpc.config import load
+from relax_hpc.ops.checks import machine
 from relax_hpc.ops.checks.settings import check, check_request
 from tests.helpers.run_helpers import QUICKSTART
 
@@ -91,6 +95,23 @@ def test_a_device_is_looked_for_where_the_run_will_be(
     assert [line.split(":")[0] for line in without] == [
         f"groups.{name}.resources.gpus_per_node" for name in ("rollout", "actor_fwd")
     ]
+
+
+def test_a_run_on_this_machine_needs_the_minimum_requirements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = read_facts(with_driver=False)._replace(open_files=64)
+    for module in (own_environment, machine):
+        monkeypatch.setattr(module, "read_facts", lambda **_: facts)
+    run_dir, line = tmp_path / "run", "nofile limit (ulimit -Hn) 64 found, 4096 needed"
+    over = {"run_dir": str(run_dir)}
+    for more in ({}, {"site.python": "/usr/bin/python3"}, {"site.python": "no-python"}):
+        (finding,) = check(load([QUICKSTART], over | more))
+        assert finding.startswith(line)
+    for more in ({"layout": "het"}, {"site.name": "cluster"}):
+        assert not [text for text in check(load([QUICKSTART], over | more)) if line in text]
+    assert main(["run", "--config", str(QUICKSTART), f"--run_dir={run_dir}"]) == 78
+    assert line in capsys.readouterr().err and not run_dir.exists()
 
 
 @pytest.mark.parametrize(

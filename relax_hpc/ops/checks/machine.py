@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,13 @@ def check_machine(config: Config) -> Iterator[str]:
     Nodes of a cluster may differ from the machine that submits: `doctor --deep` and the check of
     nodes before each group compare those.
     """
-    if config.layout == "local":
+    if runs_here(config):
         yield from (str(problem) for problem in machine_problems(config) if problem.is_fatal)
+
+
+def runs_here(config: Config) -> bool:
+    """Whether all roles run on this machine. A site has nodes for the layout `local` too."""
+    return config.layout == "local" and not config.site.name
 
 
 def machine_problems(config: Config) -> list[Problem]:
@@ -31,7 +37,9 @@ def machine_problems(config: Config) -> list[Problem]:
     uses = (GPU,) if config.model.device == "cuda" else ()
     if not config.site.python:
         return own_problems(uses)
-    needs = load_needs(str(Path(config.site.python).parents[1]))
+    # A link is not resolved: the interpreter of an environment is one, to that of the system.
+    program = Path(shutil.which(config.site.python) or config.site.python).absolute()
+    needs = load_needs(str(program.parent.parent))
     # The version is that of this interpreter, which is another one.
     facts = read_facts(with_driver=GPU in uses)._replace(python="")
     return find_problems(facts, needs, uses)

@@ -12,7 +12,7 @@ from typing import Any
 from relax_hpc.base.machine.own_environment import own_problems
 from relax_hpc.cluster.slurm.program_output import run_program
 from relax_hpc.config.schema import Config
-from relax_hpc.ops.checks.machine import machine_problems
+from relax_hpc.ops.checks.machine import machine_problems, runs_here
 from relax_hpc.ops.doctor.finding import Finding, ok, warning
 from relax_hpc.rollout.engines.sglang.toolchain import compilers
 
@@ -23,9 +23,8 @@ _THIS_HOST = " (this host; doctor --deep checks the nodes)"
 def check_requirements(config: Config) -> Iterator[Finding]:
     """Compare this host with the minimum requirements. If it runs the roles, `check_settings` has
     the fatal ones, so that they stop `relax-hpc run` too."""
-    is_local = config.layout == "local"
     for problem in machine_problems(config):
-        if not is_local:
+        if not runs_here(config):
             yield warning(f"{problem}{_THIS_HOST}")
         elif not problem.is_fatal:
             yield warning(str(problem))
