@@ -51,12 +51,13 @@ def installable_hashes(wheels: Sequence[Wheel]) -> tuple[set[str], dict[str, lis
     hashes: set[str] = set()
     missing: dict[str, list[str]] = {}
     for architecture in ARCHITECTURES:
-        for major, minor in PYTHONS:
-            tags = set(installable_tags((major, minor), architecture))
-            fitting = {wheel.sha256 for wheel in wheels if wheel.tags & tags}
+        for python in PYTHONS:
+            tags = set(installable_tags(python, architecture))
+            accepted = [wheel for wheel in wheels if wheel.accepts(python)]
+            fitting = {wheel.sha256 for wheel in accepted if wheel.tags & tags}
             hashes |= fitting
             if not fitting:
-                missing.setdefault(architecture, []).append(f"{major}.{minor}")
+                missing.setdefault(architecture, []).append(f"{python[0]}.{python[1]}")
     return hashes, missing
 
 

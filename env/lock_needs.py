@@ -173,8 +173,9 @@ def best_wheel(
     newest_glibc: int = NEWEST_GLIBC,
 ) -> Wheel | None:
     """The wheel that pip would take."""
+    accepted = [wheel for wheel in wheels if wheel.accepts(python)]
     for tag in installable_tags(python, architecture, newest_glibc):
-        for wheel in wheels:
+        for wheel in accepted:
             if tag in wheel.tags:
                 return wheel
     return None

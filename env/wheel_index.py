@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import requests
+from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
@@ -27,13 +28,22 @@ _CONNECTIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A wheel of the index; `nbytes`: size of the file, 0 if the index does not give it."""
+    """A wheel of the index.
+
+    `nbytes`: size of the file, 0 if the index does not give it. `requires_python`: versions that it
+    accepts besides its tags, such as `>=3.12`; pip refuses others.
+    """
 
     filename: str
     sha256: str
     tags: frozenset[Tag]
     nbytes: int
     url: str
+    requires_python: str = ""
+
+    def accepts(self, python: tuple[int, int]) -> bool:
+        """Whether `requires_python` allows all releases of a Python."""
+        return f"{python[0]}.{python[1]}.99" in SpecifierSet(self.requires_python)
 
 
 def run_pip(*arguments: str) -> str:
@@ -65,9 +75,15 @@ def list_wheels(name: str, version: str, index: str) -> list[Wheel]:
         except InvalidWheelFilename:  # source archives, and files of older tools
             continue
         if wheel_version == Version(version):
-            sha256 = file["hashes"]["sha256"]
-            url = file.get("url", "")
-            wheels.append(Wheel(file["filename"], sha256, tags, file.get("size", 0), url))
+            wheel = Wheel(
+                filename=file["filename"],
+                sha256=file["hashes"]["sha256"],
+                tags=tags,
+                nbytes=file.get("size", 0),
+                url=file.get("url", ""),
+                requires_python=file.get("requires-python") or "",
+            )
+            wheels.append(wheel)
     return wheels
 
 

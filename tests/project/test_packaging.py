@@ -285,15 +285,23 @@ def index() -> Iterator[str]:
     files |= (
         wheels_of("2", f"cp310-abi3-{linux}")
         | wheels_of("3", f"cp311-cp311-{linux}")
+        | wheels_of("4", f"cp311-cp311-{linux}", f"cp312-cp312-{linux}")
         | {"tiny-1.tar.gz": "0" * 64}
     )
+    # Some projects build wheels for a Python that they do not support.
+    requires = {name: ">=3.12" for name in files if name.startswith("tiny-4")}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/simple/tiny/" else 404)
             self.end_headers()
             listing = [
-                {"filename": name, "hashes": {"sha256": sha256}} for name, sha256 in files.items()
+                {
+                    "filename": name,
+                    "hashes": {"sha256": sha256},
+                    "requires-python": requires.get(name),
+                }
+                for name, sha256 in files.items()
             ]
             self.wfile.write(json.dumps({"files": listing}).encode())
 
@@ -330,14 +338,18 @@ def test_hashes_are_those_of_all_wheels_for_both_pythons(tmp_path: Path, index: 
     lock.write_text(f"tiny==2 {own}\n")
     assert write_hashes(lock, index).returncode == 0
     assert own in hashes(lock)["tiny==2"] and len(hashes(lock)["tiny==2"]) == 2
-    lock.write_text("absent==1\ntiny==3\n")
+    lock.write_text("absent==1\ntiny==3\ntiny==4\n")
     done = write_hashes(lock, index)
-    problems = ["absent==1: no wheel for Python 3.11, 3.12", "tiny==3: no wheel for Python 3.12"]
+    problems = [
+        "absent==1: no wheel for Python 3.11, 3.12",
+        "tiny==3: no wheel for Python 3.12",
+        "tiny==4: no wheel for Python 3.11",
+    ]
     assert (done.returncode, done.stderr.splitlines()) == (
         1,
         [f"{lock}: {problem}" for problem in problems],
     )
-    assert lock.read_text() == "absent==1\ntiny==3\n"
+    assert lock.read_text() == "absent==1\ntiny==3\ntiny==4\n"
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
