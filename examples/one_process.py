@@ -38,7 +38,7 @@ from relax_hpc.training.trainer import Trainer
 
 
 class Loop:
-    """What lives from step to step: prompts, reward function, policy, optimizer and engine."""
+    """State between steps: prompts, reward function, policy, optimizer and engine."""
 
     def __init__(self, config, run, folder):
         """``run`` has model and data. The engine reads new weights from ``folder``, a new one."""
@@ -78,9 +78,8 @@ class Loop:
 
     def score(self, rows):
         """Add the log-probabilities before the step, around which the loss clips the updates."""
-        temperature = self.config.rollout.temperature
         for part in split_rows(rows, self.config.actor_fwd.max_tokens_per_micro_batch):
-            batch = collate(part, PAD, self.model.device)
+            batch, temperature = collate(part, PAD, self.model.device), self.sampling.temperature
             for number, logprobs in enumerate(self.model.forward_logprobs([batch], temperature)):
                 part[number]["old_logprobs"] = logprobs
 
