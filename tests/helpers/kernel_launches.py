@@ -156,7 +156,7 @@ def _launch_adam(count: int, first: int) -> None:
 
 VOCABULARIES = (151936, 151669, 75829, 32000)
 """Columns of a rank's logits. The second and the third are not multiples of 16."""
-WIDTHS = (128, 256, 512, 1024, 2048, 4096, 5120, 12288, 16384)
+WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 5120, 12288, 16384)
 HEADS = ((2, 128), (4, 128), (8, 128), (40, 128), (32, 64), (16, 256))
 """Number and size."""
 

@@ -29,14 +29,15 @@ pytestmark = [pytest.mark.usefixtures("one_rank")]
 STORE = "python -m tests.helpers.kernel_compilation"
 
 
-def run_compiler(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Output of Python with ``arguments``, in a process that does not interpret kernels."""
+def run_compiler(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Output of Python with ``arguments``, in a process that does not interpret kernels. Triton
+    keeps them in ``cache``."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
         capture_output=True,
         text=True,
         cwd=kernel_compilation.ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "0"},
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)},
         timeout=600,
     )
 
@@ -73,8 +74,8 @@ def test_every_kernel_is_launched():
 
 
 @pytest.mark.skipif(not effort(0, 1), reason="compiles all kernels for a minute: env/test.sh --all")
-def test_compiled_again_the_kernels_have_the_stored_figures():
-    result = run_compiler("-m", "tests.helpers.kernel_compilation", "--check")
+def test_compiled_again_the_kernels_have_the_stored_figures(tmp_path: Path):
+    result = run_compiler(tmp_path, "-m", "tests.helpers.kernel_compilation", "--check")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -96,9 +97,9 @@ print("large:", *faults())
 """
 
 
-def test_unaligned_data_and_spilled_registers_are_found():
+def test_unaligned_data_and_spilled_registers_are_found(tmp_path: Path):
     """Tensors that begin at the second element, and four times as many elements for a thread."""
-    result = run_compiler("-c", BAD_KERNELS)
+    result = run_compiler(tmp_path, "-c", BAD_KERNELS)
     lines = result.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["unaligned", "large"], result.stderr
     assert "in narrow accesses: p, g = tl.load(P + at" in lines[0]

@@ -27,6 +27,8 @@ from relax_hpc.training.models.norm import RMSNorm
 _BLOCK = 4096
 _WARP_ELEMENTS, _MAX_WARPS = 1024, 16
 _PROGRAMS_PER_PROCESSOR = 4
+# Widths of norms for which 128 registers would spill. They need 128 or 190 without a limit.
+_UNLIMITED_COLUMNS = (512, 1024)
 # Pairs of a head, and heads, that a program rotates: 8 pairs in each head for a thread.
 _ROTARY_PAIRS, _ROTARY_HEADS = 1024, 4
 
@@ -102,7 +104,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         rows, columns = x.shape
-        shape = _backward_shape(columns)
+        shape = _backward_shape(columns, x.element_size())
         programs = min(triton.cdiv(rows, shape["ROWS"]), _max_programs(x.device))
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         # Each program sums the weight's gradient over its rows.
@@ -321,14 +323,15 @@ def _block_shape(columns: int) -> dict[str, int]:
     return {"ROWS": rows, "COLUMNS": padded, "num_warps": warps}
 
 
-def _backward_shape(columns: int) -> dict[str, int]:
-    """`_block_shape` of the backward pass, with a limit of a thread's registers for long rows.
+def _backward_shape(columns: int, element_bytes: int) -> dict[str, int]:
+    """`_block_shape` of the backward pass, with a limit of a thread's registers in half precision.
 
     A processor then runs the programs of `_max_programs` in one, two or four equal rounds, for 4, 8
-    and 16 warps. Without a limit, ptxas of CUDA 12.8 uses up to 191 registers. 128 need no spill.
+    and 16 warps. Without a limit, ptxas of CUDA 12.8 uses up to 191 registers.
     """
     shape = _block_shape(columns)
-    if shape["ROWS"] == 1:
+    # Elements of 4 bytes would spill.
+    if element_bytes == 2 and shape["COLUMNS"] not in _UNLIMITED_COLUMNS:
         shape["maxnreg"] = 128
     return shape
 
