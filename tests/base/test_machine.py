@@ -124,6 +124,13 @@ def test_a_missing_requirement_is_one_line(changes: dict[str, Any], text: str) -
     assert all(problem.is_fatal for problem in found)
 
 
+def test_too_little_space_is_only_a_warning_without_cuda() -> None:
+    """Other indexes have builds of torch for CPUs, which are far smaller."""
+    facts = GOOD._replace(disk=Disk("/home", 1, 10**9))
+    (problem,) = find_problems(facts, LOCKS["cpu"], [INSTALLATION])
+    assert str(problem).startswith("1.0 GB free in /home found") and not problem.is_fatal
+
+
 def test_gpus_for_which_a_package_has_no_code() -> None:
     volta = Driver("580.65.06", ("Tesla V100-SXM2-32GB",) * 4, ("7.0",) * 4)
     lines = problems(driver=volta)

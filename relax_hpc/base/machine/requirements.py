@@ -60,7 +60,9 @@ def find_problems(
     if needs.get("architectures"):
         problems += [*_architecture(facts, needs), *_libc(facts, needs), *_python(facts, needs)]
         if INSTALLATION in uses:
-            problems += _disks(facts, _wheels(facts, needs))
+            # Without CUDA another index may have far smaller builds of torch, and pip may have kept
+            # its downloads. So the space is then an estimate, which must not end an installation.
+            problems += _disks(facts, _wheels(facts, needs), is_fatal=bool(needs["cuda"]))
     if GPU in uses:
         problems += [*_compiler(facts), *_driver(facts, needs), *_gpus(facts, needs)]
     if PROGRAMS in uses:
@@ -125,7 +127,7 @@ def _python(facts: Facts, needs: "dict[str, Any]") -> "Iterator[Problem]":
         yield Problem("Python " + facts.python, " or ".join(supported), purpose, advice)
 
 
-def _disks(facts: Facts, wheels: "dict[str, Any]") -> "Iterator[Problem]":
+def _disks(facts: Facts, wheels: "dict[str, Any]", is_fatal: bool) -> "Iterator[Problem]":
     """Space for the environment, and for downloads, which pip keeps until all are there."""
     if not wheels:
         return
@@ -138,10 +140,12 @@ def _disks(facts: Facts, wheels: "dict[str, Any]") -> "Iterator[Problem]":
     if environment.free_bytes != UNKNOWN and environment.free_bytes < installed:
         found = f"{_gigabytes(environment.free_bytes)} free in {environment.path}"
         purpose = "for the installation"
-        yield Problem(found, _gigabytes(installed), purpose, advice.format("RELAX_VENV"))
+        advised = advice.format("RELAX_VENV")
+        yield Problem(found, _gigabytes(installed), purpose, advised, is_fatal)
     if not is_shared and temporary.free_bytes != UNKNOWN and temporary.free_bytes < downloaded:
         found = f"{_gigabytes(temporary.free_bytes)} free in {temporary.path}"
-        yield Problem(found, _gigabytes(downloaded), "for downloads", advice.format("TMPDIR"))
+        advised = advice.format("TMPDIR")
+        yield Problem(found, _gigabytes(downloaded), "for downloads", advised, is_fatal)
 
 
 def _gigabytes(nbytes: int) -> str:
