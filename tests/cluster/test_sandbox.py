@@ -352,3 +352,33 @@ def test_sandboxes_beside_each_other_have_no_job_of_the_same_number() -> None:
     assert first(41001) - first(41000) == 100 and 0 < first(65471) < 0x03FF0000, (
         "Slurm's default MaxJobId"
     )
+
+
+SLEEPER = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGHUP, lambda *_: pathlib.Path(sys.argv[1]).touch())
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT_OF_SLEEPER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", *sys.argv[1:]], process_group=0)
+"""
+
+
+def test_no_frozen_process_wakes_up_when_all_are_killed(tmp_path: Path) -> None:
+    """As in a power loss. The kernel wakes the stopped children of a parent that ends first."""
+    for number in range(10):
+        awake = tmp_path / str(number)
+        command = [sys.executable, "-c", PARENT_OF_SLEEPER, SLEEPER, str(awake)]
+        parent = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert parent.stdout.readline() == "ready\n"
+        family = processes.families([psutil.Process(parent.pid)])
+        assert len(family) == 2
+        processes.freeze(family)
+        processes.kill(family)
+        parent.wait(timeout=10)
+        processes.until_gone(family, 10)
+        assert not awake.exists()

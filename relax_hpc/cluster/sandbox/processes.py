@@ -89,10 +89,23 @@ def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """Send SIGKILL to those that still run."""
-    for process in processes:
+    """Send SIGKILL to those that still run, the youngest first.
+
+    If a parent ended first, the process group of its children could become an orphaned one. The
+    kernel then sends SIGHUP and SIGCONT to its stopped members (POSIX, `_exit`), so that frozen
+    children would wake up and still react to the death.
+    """
+    for process in sorted(processes, key=_started_at, reverse=True):
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def _started_at(process: psutil.Process) -> float:
+    """Time of the start, seconds since the epoch; 0 if the process has ended."""
+    try:
+        return process.create_time()
+    except psutil.Error:
+        return 0.0
 
 
 def freeze(processes: Iterable[psutil.Process]) -> None:
