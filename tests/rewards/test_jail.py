@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -276,29 +276,35 @@ class Killer:
         def wait(started: jail._Started, timeout_s: float) -> int | None:
             if self.kills < self.deaths:
                 self.kills += 1
-                victims = [psutil.Process(started._process.pid)]
+                victim = psutil.Process(started._process.pid)
                 if number:
-                    # Pytest may have other children, such as the guardian of the session.
-                    jails = [
-                        child
-                        for child in psutil.Process().children()
-                        if jail_entry.__file__ in command_line(child)
-                    ]
-                    victims = [child for child in jails if child.pid != started._process.pid]
+                    victim = self.first(lambda: self.jails_except(started._process.pid))
                 for _ in range(depth):
-                    victims = self.children(victims[0])
-                victims[0].kill()
+                    victim = self.first(victim.children)
+                victim.kill()
             return real(started, timeout_s)
 
         monkeypatch.setattr(jail._Started, "wait", wait)
 
     @staticmethod
-    def children(process: psutil.Process) -> list[psutil.Process]:
+    def jails_except(pid: int) -> list[psutil.Process]:
+        """Other outer processes of jails. Pytest may have further children, such as the guardian of
+        the session."""
+        return [
+            child
+            for child in psutil.Process().children()
+            if jail_entry.__file__ in command_line(child) and child.pid != pid
+        ]
+
+    @staticmethod
+    def first(find: Callable[[], list[psutil.Process]]) -> psutil.Process:
+        """The first process that ``find`` finds. One that starts or makes its namespaces may not be
+        there, or may hide its command line, for a moment."""
         deadline = time.monotonic() + 60.0
-        while not (children := process.children()):
+        while not (found := find()):
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        return children
+        return found[0]
 
 
 @pytest.mark.parametrize(("process", "depth"), [("the outer one", 0), ("init", 1)])
