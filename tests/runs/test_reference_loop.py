@@ -25,6 +25,7 @@ from relax_hpc.queue.inspect.export import KeptRows
 from relax_hpc.queue.row_ids import parse_row_id
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage import record_file
+from tests.effort import effort
 from tests.helpers import run_helpers
 from tests.helpers.audit import audit
 from tests.helpers.run_helpers import Running
@@ -362,6 +363,7 @@ def test_forward_roles_inside_of_the_actor(references, plain, tmp_path):
     assert_close(found, expected())
 
 
+@pytest.mark.skipif(not effort(0, 1), reason="a control of the others: env/test.sh --all")
 def test_another_seed_differs(references, plain, tmp_path):
     found, _, model = plain
     overrides = PLAIN | {"seed": 5, "model": {"path": str(model)}, "warm_start": {"steps": 0}}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.effort import effort
 from tests.requirements import requires
 
 requires("sglang", "mpi", "torch", "megatron")
@@ -61,6 +62,10 @@ def settings(model: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.skipif(
+    not effort(0, 1),
+    reason="test_replay_run.py has text, test_engines_media.py images: env/test.sh --all",
+)
 def test_experts_that_saw_an_image_for_the_engine_see_it_for_the_trainer(tmp_path: Path) -> None:
     with running(tmp_path, {}, settings(strong(tmp_path / "m", SEEING_EXPERTS, 0))) as live:
         live.finish(RUN_S)
