@@ -1,5 +1,4 @@
-"""`relax-hpc plan`: what a run takes of memory, what would make it fit, and the sizes that come
-with the toolkit."""
+"""`relax-hpc plan`: the memory of a run, settings with which it fits, and the example models."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from relax_hpc.ops.checks.memory import check_memory
 from relax_hpc.ops.checks.model_files import spec_at
 from relax_hpc.ops.doctor.memory import host_mib
 from relax_hpc.ops.plan import tower_memory
-from relax_hpc.ops.plan.footprint import GIB
+from relax_hpc.ops.plan.footprint import GIB, Footprint
 from relax_hpc.ops.plan.model_memory import parameters
-from relax_hpc.ops.plan.plan import USABLE, plan
+from relax_hpc.ops.plan.plan import USABLE, GpuSet, plan
 from relax_hpc.ops.plan.roles import CONTEXT_BYTES
 from relax_hpc.ops.plan.view import basis
 from tests.helpers.pages import ROOT
@@ -45,7 +44,7 @@ COUNTS = {
     "Qwen3-VL-30B-A3B": 31_070_754_032,
     "Qwen3-Omni-30B-A3B-Thinking": 31_719_205_488,
 }
-"""Parameters, as the published models have them."""
+"""Number of parameters of each published model."""
 
 
 def sized(cluster: str, model: str, **overrides: Any) -> Config:
@@ -57,7 +56,21 @@ def sized(cluster: str, model: str, **overrides: Any) -> Config:
     return load([CLUSTERS[cluster]], values | overrides)
 
 
-def test_models_have_as_many_parameters_as_the_published_ones() -> None:
+def gpu_sets_with(config: Config, group: str) -> list[GpuSet]:
+    """Sets of GPUs on which ``group`` runs."""
+    return [gpu_set for gpu_set in plan(config, spec_at(config.model)) if group in gpu_set.groups]
+
+
+def actor_footprint(gpu_sets: list[GpuSet]) -> Footprint:
+    """The only footprint of the actor."""
+    footprints = list[Footprint]()
+    for gpu_set in gpu_sets:
+        footprints += [item for item in gpu_set.footprints if item.role == "actor"]
+    (footprint,) = footprints
+    return footprint
+
+
+def test_parameter_counts_are_those_of_the_published_models() -> None:
     assert {path.name for path in MODELS.iterdir()} == {*COUNTS}
     for name, count in COUNTS.items():
         spec = spec_at(ModelConfig(path=str(MODELS / name)))
@@ -65,7 +78,7 @@ def test_models_have_as_many_parameters_as_the_published_ones() -> None:
         stages = [
             parameters(spec, ParallelConfig(tensor=2, pipeline=2), stage) for stage in range(2)
         ]
-        # Norms and towers are on every rank, and a tied embedding on both stages.
+        # Each rank has all norms and towers. If the embedding is tied, both stages have it.
         whole = count + sum(map(tower_memory.parameters, spec.towers))
         assert whole < 2 * sum(stages) < whole * (1.3 if spec.tied else 1.001)
         uneven = ParallelConfig(tensor=2, pipeline=2, last_stage_layers=spec.layers // 2 - 3)
@@ -79,18 +92,16 @@ def test_models_have_as_many_parameters_as_the_published_ones() -> None:
 
 @pytest.mark.parametrize("cluster", sorted(CLUSTERS))
 def test_the_largest_model_that_a_cluster_file_names_fits(cluster: str) -> None:
-    found = CLAIM.search(CLUSTERS[cluster].read_text())
-    assert found, "say up to which model it is meant for"
-    config = sized(cluster, found[1])
-    assert config.data.max_prompt_tokens + config.rollout.max_new_tokens == int(
-        found[2].replace(",", "")
-    )
-    assert not [lack for place in plan(config, spec_at(config.model)) for lack in place.lacks]
-    assert config.model.dtype == "bfloat16" and "reference" not in {*config.groups} | {
-        *config.actor.forward
-    }
+    claim = CLAIM.search(CLUSTERS[cluster].read_text())
+    assert claim, "the file must name the largest model that fits"
+    largest_model, row_tokens = claim[1], int(claim[2].replace(",", ""))
+    config = sized(cluster, largest_model)
+    assert config.data.max_prompt_tokens + config.rollout.max_new_tokens == row_tokens
+    assert not any(gpu_set.lacks for gpu_set in plan(config, spec_at(config.model)))
+    assert config.model.dtype == "bfloat16"
+    assert "reference" not in config.groups and "reference" not in config.actor.forward
     parallel = config.actor.parallel
-    # Experts that no two ranks have leave them hardly any states to share.
+    # If each expert is on one rank only, data ranks share few optimizer states.
     assert config.actor.optimizer.distributed == (parallel.data > 1 and parallel.expert == 1)
     assert parallel.sequence_parallel == (parallel.tensor > 1)
 
@@ -105,79 +116,79 @@ def test_the_largest_model_that_a_cluster_file_names_fits(cluster: str) -> None:
         ("Qwen3-Omni-30B-A3B-Thinking", "Qwen3-30B-A3B", "1-nodes-moe"),
     ],
 )
-def test_models_that_see_take_what_their_decoders_do_and_their_towers(
+def test_memory_of_a_multimodal_model_is_that_of_its_decoder_plus_towers(
     model: str, decoder: str, cluster: str
 ) -> None:
-    found = []
+    footprints = []
     for name in (model, decoder):
         config = sized(cluster, name)
-        places = plan(config, spec_at(config.model))
-        assert [place.lacks for place in places] == [[]] * len(places)
-        found.append(
-            next(one for place in places for one in place.footprints if one.role == "actor")
-        )
-    seeing, plain = found
+        gpu_sets = plan(config, spec_at(config.model))
+        assert not any(gpu_set.lacks for gpu_set in gpu_sets)
+        footprints.append(actor_footprint(gpu_sets))
+    multimodal, text_only = footprints
     towers = spec_at(ModelConfig(path=str(MODELS / model))).towers
-    more = seeing.resident["weights"] - plain.resident["weights"]
-    # Qwen3-Omni knows 128 words more.
-    assert more == pytest.approx(2 * sum(map(tower_memory.parameters, towers)), rel=1e-3)
-    assert seeing.phases["backward"]["towers' activations"] > 0
-    assert not plain.phases["backward"].get("towers' activations")
+    tower_bytes = multimodal.resident["weights"] - text_only.resident["weights"]
+    # The vocabulary of Qwen3-Omni has 128 more tokens.
+    assert tower_bytes == pytest.approx(2 * sum(map(tower_memory.parameters, towers)), rel=1e-3)
+    assert multimodal.phases["backward"]["towers' activations"] > 0
+    assert not text_only.phases["backward"].get("towers' activations")
 
 
 @pytest.mark.parametrize(
-    ("group", "policy", "more"),
+    ("group", "policy", "overrides"),
     [
         ("critic", "Qwen3-8B", {}),
         ("teacher", "Qwen3-8B", {"model.teacher_path": str(MODELS / "Qwen3-32B")}),
         ("genrm", "Qwen3-8B", {"genrm.path": str(MODELS / "Qwen3-32B")}),
     ],
 )
-def test_a_file_that_adds_a_group_gives_it_a_node_in_which_it_fits(
-    group: str, policy: str, more: dict
+def test_a_group_file_adds_a_node_on_which_the_group_fits(
+    group: str, policy: str, overrides: dict
 ) -> None:
-    """Beside the others, of which it changes nothing; also as jobs of their own."""
+    """The other groups stay the same, in one heterogeneous job and in a job for each group."""
     base = sized("8-nodes", policy)
-    given = {
+    settings = {
         "model.path": base.model.path,
         "data.max_prompt_tokens": 2048,
         "rollout.max_new_tokens": 6144,
-        **more,
+        **overrides,
     }
-    config = load([CLUSTERS["8-nodes"], ROOT / f"configs/groups/{group}.yaml"], given)
+    config = load([CLUSTERS["8-nodes"], ROOT / f"configs/groups/{group}.yaml"], settings)
     assert set(config.groups) - set(base.groups) == {group}
-    places = plan(config, spec_at(config.model))
-    (own,) = [place for place in places if place.groups == (group,)]
-    assert [place.lacks for place in places] == [[]] * len(places) and own.footprints[0].gpus == 8
-    assert own.footprints[0].resident["weights"] > (3 if group == "critic" else 15) * 2**30
+    gpu_sets = plan(config, spec_at(config.model))
+    (added,) = [gpu_set for gpu_set in gpu_sets if gpu_set.groups == (group,)]
+    assert not any(gpu_set.lacks for gpu_set in gpu_sets) and added.footprints[0].gpus == 8
+    assert added.footprints[0].resident["weights"] > (3 if group == "critic" else 15) * 2**30
     for layout in ("het", "jobs"):
-        config.layout = layout
-        more_gpus = sum(part.nodes * part.gpus_per_node for part in components(config))
-        base.layout = layout
-        assert more_gpus - sum(part.nodes * part.gpus_per_node for part in components(base)) == 8
+        config.layout = base.layout = layout
+        assert requested_gpus(config) - requested_gpus(base) == 8
 
 
-def test_what_is_said_to_make_it_fit_does() -> None:
-    """Each setting, and no other: without any of them it would not."""
+def requested_gpus(config: Config) -> int:
+    """GPUs that all Slurm components of the run request together."""
+    return sum(item.nodes * item.gpus_per_node for item in components(config))
+
+
+def test_all_suggested_settings_together_make_the_actor_fit() -> None:
+    """If one of the settings is left out, the actor does not fit."""
     base = {
         "model.dtype": "float32",
         "actor.optimizer.distributed": False,
         "actor.recompute": "none",
     }
     config = sized("4-nodes", "Qwen3-14B", **base)
-    (place,) = (place for place in plan(config, spec_at(config.model)) if "actor" in place.groups)
-    assert place.lacks and place.remedies
-    changes = parse_yaml("\n".join(place.remedies), "remedies")
+    (gpu_set,) = gpu_sets_with(config, "actor")
+    assert gpu_set.lacks and gpu_set.remedies
+    changes = parse_yaml("\n".join(gpu_set.remedies), "remedies")
     for left_out in (None, *changes):
-        some = {key: value for key, value in changes.items() if key != left_out}
-        tried = plan(sized("4-nodes", "Qwen3-14B", **base | some), spec_at(config.model))
-        assert all(one.lacks == [] for one in tried if "actor" in one.groups) == (
-            left_out is None
-        ), left_out
+        applied = {key: value for key, value in changes.items() if key != left_out}
+        changed = sized("4-nodes", "Qwen3-14B", **base | applied)
+        fits = not any(gpu_set.lacks for gpu_set in gpu_sets_with(changed, "actor"))
+        assert fits == (left_out is None), left_out
 
 
 @pytest.mark.parametrize(
-    ("cluster", "model", "place", "mend"),
+    ("cluster", "model", "group", "expected_remedies"),
     [
         ("8-nodes", "Qwen3-30B-A3B", "actor", ["actor.parallel.expert: 8"]),
         (
@@ -193,55 +204,57 @@ def test_what_is_said_to_make_it_fit_does() -> None:
         ("1-nodes-moe", "Qwen3-235B-A22B", "actor", []),
     ],
 )
-def test_experts_that_do_not_fit_are_dealt_out_or_refused(
-    cluster: str, model: str, place: str, mend: list[str]
+def test_experts_that_do_not_fit_get_expert_parallelism_or_are_refused(
+    cluster: str, model: str, group: str, expected_remedies: list[str]
 ) -> None:
-    scorer = {
+    reference_on_gpus = {
         "groups.reference.resources": {"nodes": 1, "gpus_per_node": 8},
         "reference.parallel.data": 8,
     }
 
-    def lacking(**overrides: Any) -> dict[str, list[str]]:
-        config = sized(cluster, model, **(scorer if place == "reference" else {}), **overrides)
-        places = plan(config, spec_at(config.model))
-        return {name: list(one.remedies) for one in places if one.lacks for name in one.groups}
+    def remedies_by_group(**overrides: Any) -> dict[str, list[str]]:
+        """Remedies of each group that does not fit."""
+        base = reference_on_gpus if group == "reference" else {}
+        config = sized(cluster, model, **base, **overrides)
+        remedies = dict[str, list[str]]()
+        for gpu_set in plan(config, spec_at(config.model)):
+            if gpu_set.lacks:
+                remedies |= {name: list(gpu_set.remedies) for name in gpu_set.groups}
+        return remedies
 
-    found = lacking()
-    assert found.get(place) == (mend if place else None)
-    if mend:
-        assert place not in lacking(**parse_yaml("\n".join(mend), "remedies"))
+    assert remedies_by_group().get(group) == (expected_remedies if group else None)
+    if expected_remedies:
+        changes = parse_yaml("\n".join(expected_remedies), "remedies")
+        assert group not in remedies_by_group(**changes)
 
 
-def test_grouped_experts_exist_twice_and_are_given_up_if_that_is_enough() -> None:
+def test_grouped_experts_exist_twice_and_a_remedy_is_sequential_experts() -> None:
     model = "Qwen3-30B-A3B"
-    single, auto = (
+    sequential, auto = (
         sized("2-nodes-moe", model, **{"actor.experts": experts, "actor.recompute": "none"})
         for experts in ("sequential", "auto")
     )
-    spec = spec_at(auto.model)
     peaks = []
-    for config in (single, auto):
-        (actor,) = (
-            one for place in plan(config, spec) for one in place.footprints if one.role == "actor"
-        )
+    for config in (sequential, auto):
+        actor = actor_footprint(plan(config, spec_at(config.model)))
         peaks.append(dict(actor.phases["backward"]))
-    more = peaks[1].pop("experts in one piece")
+    grouped_bytes = peaks[1].pop("experts in one piece")
     # 8 ranks share 29 G parameters of 2 bytes.
-    assert peaks[0] == peaks[1] and 6.5 * GIB < more < 7 * GIB
-    sizes = [
-        max(place.bytes for place in plan(config, spec) if "actor" in place.groups)
-        for config in (single, auto)
+    assert peaks[0] == peaks[1] and 6.5 * GIB < grouped_bytes < 7 * GIB
+    sizes_bytes = [
+        max(gpu_set.bytes for gpu_set in gpu_sets_with(config, "actor"))
+        for config in (sequential, auto)
     ]
-    auto.site.gpu_memory_gib = (sizes[0] + sizes[1]) / 2 / GIB / USABLE
-    (place,) = (one for one in plan(auto, spec) if "actor" in one.groups)
-    assert place.lacks and list(place.remedies) == ["actor.experts: sequential"]
+    auto.site.gpu_memory_gib = sum(sizes_bytes) / 2 / GIB / USABLE
+    (gpu_set,) = gpu_sets_with(auto, "actor")
+    assert gpu_set.lacks and list(gpu_set.remedies) == ["actor.experts: sequential"]
 
 
 def test_bytes_of_a_parameter_and_of_shared_states() -> None:
-    def of_actor(**overrides: Any) -> dict[str, float]:
+    def actor_bytes(**overrides: Any) -> dict[str, float]:
+        """Bytes per parameter of each item, and the bytes of the peak and of logits."""
         config = sized("4-nodes", "Qwen3-8B", **{"actor.kernels": "plain"} | overrides)
-        found = [one for place in plan(config, spec_at(config.model)) for one in place.footprints]
-        actor = next(one for one in found if one.role == "actor")
+        actor = actor_footprint(plan(config, spec_at(config.model)))
         count = parameters(spec_at(config.model), config.actor.parallel, 0)
         sizes = {
             name: size / count
@@ -249,45 +262,45 @@ def test_bytes_of_a_parameter_and_of_shared_states() -> None:
         }
         return sizes | {"peak": actor.peak, "logits": actor.phases["output layer"]["logits"]}
 
-    whole, shared = of_actor(**{"actor.optimizer.distributed": False}), of_actor()
+    whole, shared = actor_bytes(**{"actor.optimizer.distributed": False}), actor_bytes()
     assert [whole[name] for name in ("weights", "gradients", "optimizer states")] == [2, 4, 12]
     assert [shared[name] for name in ("weights", "gradients", "optimizer states")] == [2, 4, 6]
-    offloaded = of_actor(**{"actor.optimizer.offload": True})
+    offloaded = actor_bytes(**{"actor.optimizer.offload": True})
     assert offloaded["optimizer states"] == 12 / 2 * 8
-    # Two slabs, of which two data-parallel ranks have a half each, on a node with eight ranks.
+    # Two slabs on a node with eight ranks. Each of two data-parallel ranks has half of a slab.
     assert shared["slabs"] == 2 * 2 / 2 * 8
-    assert of_actor(max_staleness=2)["slabs"] == 4 * 2 / 2 * 8
-    # A row is never divided; of its logits an eighth is there at a time.
+    assert actor_bytes(max_staleness=2)["slabs"] == 4 * 2 / 2 * 8
+    # A row is never split. An eighth of its logits is in memory at a time.
     assert shared["logits"] == 8 * 8192 * 151_936 / 4 / 8
-    assert of_actor(**{"rollout.max_new_tokens": 30_720})["logits"] == 4 * shared["logits"]
+    assert actor_bytes(**{"rollout.max_new_tokens": 30_720})["logits"] == 4 * shared["logits"]
 
 
-def test_the_command_prints_it_and_says_what_does_not_fit(
+def test_the_command_prints_the_plan_and_names_roles_that_do_not_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = ["plan", f"--config={CLUSTERS['1-nodes-of-4']}", f"--model.path={MODELS}/Qwen3-14B"]
     assert main(line) == 78
-    told = capsys.readouterr().out
-    assert "DOES NOT FIT (actor: " in told and "not measured" in told
-    found = re.search(
-        r"it would fit with (--actor.optimizer.offload=true --actor.parallel.tensor=2 .*)", told
+    output = capsys.readouterr().out
+    assert "DOES NOT FIT (actor: " in output and "not measured" in output
+    remedy = re.search(
+        r"it would fit with (--actor.optimizer.offload=true --actor.parallel.tensor=2 .*)", output
     )
-    assert main([*line, *found[1].split(), "--groups.actor.resources.gpus_per_node=2"]) == 0, (
-        "as it says"
+    assert main([*line, *remedy[1].split(), "--groups.actor.resources.gpus_per_node=2"]) == 0, (
+        "the suggested options must make it fit"
     )
     assert "fits" in capsys.readouterr().out
-    assert "qwen3, 14.77 G parameters, bfloat16, fused kernels\n" in told
+    assert "qwen3, 14.77 G parameters, bfloat16, fused kernels\n" in output
     assert main([*line, "--json", "--site.gpu_memory_gib=400", "--actor.kernels=plain"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["model"]["kernels"], found["model"]["experts"]) == ("plain", "sequential")
-    assert [place["fits"] for place in found["places"]] == [True] * 2
-    assert {role["role"] for place in found["places"] for role in place["roles"]} == {
-        "rollout",
-        "actor",
-    }
+    report = json.loads(capsys.readouterr().out)
+    assert (report["model"]["kernels"], report["model"]["experts"]) == ("plain", "sequential")
+    assert [gpu_set["fits"] for gpu_set in report["places"]] == [True] * 2
+    role_names = set[str]()
+    for gpu_set in report["places"]:
+        role_names.update(role["role"] for role in gpu_set["roles"])
+    assert role_names == {"rollout", "actor"}
 
 
-def test_what_cannot_be_reckoned_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_cannot_be_planned_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["plan", f"--config={CLUSTERS['1-nodes']}"]
     assert main([*line, f"--model.path={MODELS}/Qwen3-4B", "--actor.parallel.tensor=3"]) == 78
     assert "actor.parallel.tensor: found 3, allowed: a divisor" in capsys.readouterr().err
@@ -300,7 +313,7 @@ def test_what_cannot_be_reckoned_is_said(capsys: pytest.CaptureFixture[str]) -> 
         "site.gpu_memory_gib: found 81559.0 (float), allowed: 0.0 to 4096.0"
         in capsys.readouterr().err
     )
-    # Others say what is wrong with these.
+    # Other checks report these flags.
     flags = {
         "rollout.engine.flags": {
             "tp_size": 0,
@@ -311,26 +324,26 @@ def test_what_cannot_be_reckoned_is_said(capsys: pytest.CaptureFixture[str]) -> 
     assert not list(check_memory(sized("1-nodes", "Qwen3-4B", **flags)))
 
 
-def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
-    (found,) = check_memory(sized("1-nodes", "Qwen3-8B", **{"actor.kernels": "plain"}))
+def test_a_run_that_cannot_fit_is_refused_before_it_is_submitted() -> None:
+    (finding,) = check_memory(sized("1-nodes", "Qwen3-8B", **{"actor.kernels": "plain"}))
     assert (
-        found.startswith("groups.actor: found actor: ")
-        and "it fits with actor.optimizer.offload: true;" in found
+        finding.startswith("groups.actor: found actor: ")
+        and "it fits with actor.optimizer.offload: true;" in finding
     )
     assert not list(check_memory(sized("1-nodes", "Qwen3-8B")))
     assert not list(check_memory(sized("1-nodes", "Qwen3-14B", **{"site.gpu_memory_gib": 0})))
-    (found,) = check_memory(
+    (finding,) = check_memory(
         sized("1-nodes", "Qwen3-4B", **{"rollout.engine.flags.mem_fraction_static": 0.1})
     )
     assert (
         "groups.rollout: found rollout: keys and values of one row of 8,192 tokens need 1.1 "
-        "GiB, and" in found
+        "GiB, and" in finding
     )
-    assert "it fits with rollout.engine.flags.mem_fraction_static: 0.85" in found
+    assert "it fits with rollout.engine.flags.mem_fraction_static: 0.85" in finding
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         ({"tp_size": 3}, "tp_size: found 3, allowed: divisors of the 32 attention heads"),
         ({"tp_size": 4}, "6 engines of tp_size 4 need 24 GPUs, and group rollout has 6"),
@@ -342,12 +355,12 @@ def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
         ),
     ],
 )
-def test_engines_that_cannot_be_placed_are_refused(flags: dict[str, int], said: str) -> None:
-    (found,) = check_memory(sized("1-nodes", "Qwen3-4B", **{"rollout.engine.flags": flags}))
-    assert said in found
+def test_engines_that_cannot_be_placed_are_refused(flags: dict[str, int], expected: str) -> None:
+    (finding,) = check_memory(sized("1-nodes", "Qwen3-4B", **{"rollout.engine.flags": flags}))
+    assert expected in finding
 
 
-def test_stored_peaks_are_told(tmp_path: Path) -> None:
+def test_stored_peaks_are_reported(tmp_path: Path) -> None:
     assert "no peak of a GPU run" in basis(tmp_path)
     (tmp_path / "gpu-broken.json").write_text("[")
     measured = {
@@ -364,8 +377,8 @@ def test_stored_peaks_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernels", ["plain", "fused"])
 def test_8b_with_rows_of_16384_fits_one_gpu_with_its_states_on_the_host(kernels: str) -> None:
-    """Weights, float32 gradients, and of a step what is on its way; 12 bytes a parameter are in
-    host memory."""
+    """The GPU has weights, float32 gradients and the tensors of a step. Optimizer states, 12 bytes
+    per parameter, are in host memory."""
     rows = {"data.max_prompt_tokens": 2048, "rollout.max_new_tokens": 14_336, "rollout.replicas": 2}
     settings = {
         "actor.max_tokens_per_micro_batch": 16_384,
@@ -373,16 +386,17 @@ def test_8b_with_rows_of_16384_fits_one_gpu_with_its_states_on_the_host(kernels:
         "actor.optimizer.offload": True,
     }
     config = sized("1-nodes-of-4", "Qwen3-8B", **rows, **settings)
-    [place] = [one for one in plan(config, spec_at(config.model)) if one.groups == ("actor",)]
-    assert place.footprints[0].gpus == 1 and not place.lacks
-    [actor] = place.footprints
+    (gpu_set,) = gpu_sets_with(config, "actor")
+    assert gpu_set.groups == ("actor",)
+    assert gpu_set.footprints[0].gpus == 1 and not gpu_set.lacks
+    (actor,) = gpu_set.footprints
     count = COUNTS["Qwen3-8B"]
     assert actor.resident["weights"] + actor.resident["gradients"] == 6 * count
     assert (
         actor.resident["optimizer states"] == 0 and actor.pinned["optimizer states"] == 12 * count
     )
     assert (
-        place.bytes
+        gpu_set.bytes
         == sum(actor.resident.values()) + sum(actor.phases[actor.worst_phase].values())
         < 60 * GIB
     )
@@ -395,17 +409,17 @@ def test_engines_and_an_actor_that_take_turns_share_their_gpus() -> None:
     (apart,) = plan(config, spec_at(config.model))
     config.colocate = True
     (together,) = plan(config, spec_at(config.model))
-    peaks = [one.peak for one in together.footprints]
-    # Each leaves its context alone where the other is at work.
+    peaks = [footprint.peak for footprint in together.footprints]
+    # While one role works, the other one keeps only its CUDA context on the GPU.
     assert together.bytes == max(peaks) + CONTEXT_BYTES < apart.bytes == sum(peaks)
 
 
-def test_memory_of_nodes_is_reckoned_too() -> None:
+def test_host_memory_of_nodes_is_estimated() -> None:
     config = sized("4-nodes", "Qwen3-8B")
-    needed = {part.name: host_mib(config, part) / 1024 for part in components(config)}
+    needed = {item.name: host_mib(config, item) / 1024 for item in components(config)}
     assert needed["hub"] == 0.0
-    # Eight processes and those that wait to take their places, slabs, room for a checkpoint of two
-    # data ranks, and the states of a fourth of the model that each of eight ranks gathers for one.
+    # Eight processes and their standbys, slabs, buffers for a checkpoint of two data ranks, and
+    # the states of a quarter of the model, which each of eight ranks gathers for a checkpoint.
     count = COUNTS["Qwen3-8B"] / GIB
     expected = 8 * (2 + 1) + 2 * 2 * count + 14 * count + 8 * (24 + 12 / 2) * count / 4
     assert needed["actor"] == pytest.approx(expected, rel=0.01)
