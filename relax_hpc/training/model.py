@@ -27,6 +27,7 @@ from relax_hpc.training.logprobs import (
     token_logprobs,
 )
 from relax_hpc.training.lost_ranks import with_lost_rank_errors
+from relax_hpc.training.models.attention import CausalAttention
 from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import (
@@ -119,6 +120,10 @@ class PolicyModel:
         self.module = self._build(first, last)
         if first and self.spec.towers:
             self.module.towers.freeze(model.frozen_towers)
+            self.module.towers.packs_frames = model.tower_attention == "packed"
+        for module in self.module.modules():
+            if isinstance(module, CausalAttention):
+                module.computes_long_rows_alone = model.long_row_attention == "by_row"
         layers = stage_layers(self.spec.layers, parallel)[self.layout.pipeline_rank]
         entries = stage_entries(
             self.spec, layers, first, last, "te" if self.kernels == "te" else "local"

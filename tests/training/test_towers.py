@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -69,11 +69,15 @@ def learnt(
     packs: Sequence[list[Row]],
     frozen: tuple[str, ...] = (),
     media: RowMedia = ROW_MEDIA,
+    tower_attention: Literal["by_frame", "packed"] = "by_frame",
     **settings: Any,
 ) -> Trainer:
     """A trainer that has the gradients of a supervised loss of ``packs``."""
-    actor, given = actor_settings(**settings), ModelConfig(device=DEVICE, frozen_towers=[*frozen])
-    ours = PolicyModel(read_config(directory), given, ParallelConfig(), actor)
+    actor = actor_settings(**settings)
+    model_settings = ModelConfig(
+        device=DEVICE, frozen_towers=[*frozen], tower_attention=tower_attention
+    )
+    ours = PolicyModel(read_config(directory), model_settings, ParallelConfig(), actor)
     ours.load_hf(directory)
     trainer = Trainer(ours, Sft(), actor.optimizer, 1.0)
     trainer.accumulate([collate(rows, 0, DEVICE, media=media) for rows in packs])
@@ -219,10 +223,12 @@ def test_one_attention_for_all_frames_of_a_layer_learns_the_same(
 
     directory = model(tmp_path / "hf", QWEN3_OMNI_THINKER)
     packs = OMNI_ROWS[:3], OMNI_ROWS[3:]
-    theirs = learnt(directory, packs, media=OMNI_MEDIA, recompute=recompute)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(attention, "_has_kernel", lambda weight, size: True)
-    ours = learnt(directory, packs, media=OMNI_MEDIA, recompute=recompute)
+    theirs = learnt(directory, packs, media=OMNI_MEDIA, recompute=recompute)
+    assert not calls, "it is used only if the settings ask for it"
+    packed = {"recompute": recompute, "tower_attention": "packed"}
+    ours = learnt(directory, packs, media=OMNI_MEDIA, **packed)
     for name in ("visual", "audio"):
         expected = tower_gradients(theirs, name)
         for parameter, gradient in tower_gradients(ours, name).items():

@@ -21,6 +21,7 @@ from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import hf_logits
 from relax_hpc.examples.model_family import BiasedDecoder
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.attention import CausalAttention
 from relax_hpc.training.models.batches import collate
 from relax_hpc.training.models.expert_grouping import groups_experts
 from relax_hpc.training.models.families import FAMILIES, spec_from_config
@@ -315,3 +316,12 @@ def test_a_refused_setting_of_the_user_names_the_users_section(tiny: Path) -> No
         ConfigError, match=r"^actor\.megatron: megatron-core refuses it with the other settings: "
     ):
         transformer_config_of(tiny, Biased, **further)
+
+
+@pytest.mark.parametrize("choice", ["packed", "by_row"])
+def test_only_the_setting_computes_long_rows_one_by_one(tiny: Path, choice: str):
+    settings = ModelConfig(device=DEVICE, long_row_attention=choice)
+    model = PolicyModel(read_config(tiny), settings, ParallelConfig())
+    modules = [module for module in model.module.modules() if isinstance(module, CausalAttention)]
+    assert modules
+    assert {module.computes_long_rows_alone for module in modules} == {choice == "by_row"}

@@ -1,8 +1,8 @@
-"""Our causal attention in packs: its deviation from the formula in float32, and its time compared
-with each of its methods.
+"""Our causal attention in packs: deviations of its methods from the formula in float32, and their
+times.
 
 On a GPU, `packed` is one call of torch's variable-length attention for all rows. On a CPU it is the
-same as `by row`. `chosen` is the method of training.
+same as `by row`, which training uses on GPUs only if `model.long_row_attention` asks for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from cases import Cases, DeviceTimer
-from child import answer
+from child import answer, middle, timed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,6 +24,7 @@ from relax_hpc.training.models.packs import PackedRows, PackLayout, PackSplit
 BACKWARD_OF_FORWARD = 2.5
 """Operations of the backward pass, which computes five products of matrices instead of two, as a
 multiple of the forward pass."""
+NEW_LENGTHS = 8
 
 
 class Pack:
@@ -38,11 +39,6 @@ class Pack:
         self.inputs: Sequence[Tensor] = projected.split([heads, groups, groups], dim=1)
         """Queries [t, heads, size], keys and values [t, groups, size]."""
         self.attention = CausalAttention(SimpleNamespace(context_parallel_size=1))
-
-    def attend(self) -> Tensor:
-        """Attention as in training."""
-        q, k, v = self.inputs
-        return self.attention.attend(q, k, v, self.rows)
 
     def attend_packed(self) -> Tensor:
         """Attention in one call for all rows, if the device has it."""
@@ -73,8 +69,8 @@ def deviations(
     """Deviations of a pack of rows of ``lengths``, for each number of heads, of groups, and size of
     a head.
 
-    ``long_lengths``: rows of another pack, with the first of ``heads``, which Hopper computes row
-    by row.
+    ``long_lengths``: rows of another pack, with the first of ``heads``, which are computed row by
+    row as with `model.long_row_attention: by_row`.
     """
     torch.manual_seed(0)
     # The formula must not round to TF32.
@@ -82,27 +78,24 @@ def deviations(
     cases = Cases(device)
     for count, groups, size in heads:
         name = f"{count}/{groups} heads of {size}"
-        cases.run(name, partial(_measure_deviations, device, lengths, count, groups, size))
+        pack = partial(Pack, device, lengths, count, groups, size)
+        cases.run(name, partial(_measure_deviations, pack, Pack.attend_packed))
     if long_lengths:
-        case = partial(_measure_deviations, device, long_lengths, *heads[0])
-        cases.run("long rows", case)
+        pack = partial(Pack, device, long_lengths, *heads[0])
+        cases.run("long rows", partial(_measure_deviations, pack, Pack.attend_by_row))
     return cases.figures
 
 
 def _measure_deviations(
-    device: str,
-    lengths: Sequence[int],
-    heads: int,
-    groups: int,
-    size: int,
-    figures: dict[str, float],
+    make_pack: Callable[[], Pack], method: Callable[[Pack], Tensor], figures: dict[str, float]
 ) -> None:
-    pack = Pack(device, lengths, heads, groups, size)
-    result = pack.attend()
+    pack = make_pack()
+    result = method(pack)
     slope = torch.randn_like(result)
     gradients = torch.autograd.grad(result, pack.inputs, slope)
     exact_rows = []
-    pieces = (values.detach().split(list(lengths)) for values in (*pack.inputs, slope))
+    lengths = list(pack.rows.queries)
+    pieces = (values.detach().split(lengths) for values in (*pack.inputs, slope))
     for row in zip(*pieces, strict=True):
         exact_rows.append(_exact_row(*(values.float() for values in row)))
     exact = [torch.cat(tensors) for tensors in zip(*exact_rows, strict=True)]
@@ -148,7 +141,7 @@ def speed(
     """
     torch.manual_seed(0)
     cases, timer = Cases(device), DeviceTimer(device)
-    methods = {"chosen": Pack.attend, "packed": Pack.attend_packed, "by row": Pack.attend_by_row}
+    methods = {"packed": Pack.attend_packed, "by row": Pack.attend_by_row}
     if device == "cuda":
         methods["cuDNN by row"] = Pack.attend_by_cudnn
     for count, length in batches:
@@ -156,7 +149,35 @@ def speed(
         for name, method in methods.items():
             case = partial(_measure_speed, timer, method, shape)
             cases.run(f"{count} x {length} {name}", case)
+    longest = max(length for _, length in batches)
+    lengths = [longest - number for number in range(1, NEW_LENGTHS + 1)]
+    for name, method in methods.items():
+        packs = [partial(Pack, device, [length], heads, groups, size) for length in lengths]
+        case = partial(_measure_new_lengths, device, method, packs)
+        cases.run(f"new lengths {name}", case)
     return cases.figures
+
+
+def _measure_new_lengths(
+    device: str,
+    method: Callable[[Pack], Tensor],
+    packs: Sequence[Callable[[], Pack]],
+    figures: dict[str, float],
+) -> None:
+    """Median seconds of the first and of the second forward and backward pass of each pack, whose
+    lengths are new: a kernel may make a plan for each."""
+    first, second = list[float](), list[float]()
+    for make_pack in packs:
+        pack = make_pack()
+        act = partial(_run_passes, pack, method)
+        first.append(timed(act, device))
+        second.append(timed(act, device))
+    figures["first_s"], figures["second_s"] = middle(first), middle(second)
+
+
+def _run_passes(pack: Pack, method: Callable[[Pack], Tensor]) -> None:
+    result = method(pack)
+    torch.autograd.grad(result, pack.inputs, torch.ones_like(result))
 
 
 def _measure_speed(

@@ -166,6 +166,23 @@ COMPONENTS: Mapping[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 """Parts of a step measured alone: arguments, those on tiny shapes, expected seconds."""
 
 
+TOWERS: dict[str, Any] = {
+    "shape": "Qwen3-VL",
+    "compared": [[1, 16, 24], [1, 32, 32], [1, 24, 16], [1, 20, 20], [4, 16, 16]],
+    "images": [[1, 16, 24], [1, 32, 32], [1, 24, 16], [1, 20, 20]],
+    "short_video": [[16, 28, 28]],
+    "long_video": [[64, 16, 16]],
+    "new_sizes": [[1, 18, 22], [1, 20, 22], [1, 22, 22], [1, 24, 22]],
+}
+TOWERS_SMALL: dict[str, Any] = {
+    "shape": "tiny",
+    "compared": [[1, 4, 6], [2, 4, 4]],
+    "images": [[1, 4, 6], [1, 6, 4]],
+    "short_video": [[2, 4, 4]],
+    "long_video": [[4, 4, 4]],
+    "new_sizes": [[1, 6, 6], [1, 8, 4]],
+    "rounds": 1,
+}
 MODELS: Mapping[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "experts": (
         {"shape": "4 layers of 30B-A3B", "count": 8, "length": 2048},
@@ -177,26 +194,8 @@ MODELS: Mapping[str, tuple[dict[str, Any], dict[str, Any], float]] = {
         {"shape": "tiny", "length": 64, "growth": 5, "steps": 2},
         40.0,
     ),
-    "towers": (
-        {
-            "shape": "Qwen3-VL",
-            "compared": [[1, 16, 24], [1, 32, 32], [1, 24, 16], [1, 20, 20], [4, 16, 16]],
-            "images": [[1, 16, 24], [1, 32, 32], [1, 24, 16], [1, 20, 20]],
-            "short_video": [[16, 28, 28]],
-            "long_video": [[64, 16, 16]],
-            "new_sizes": [[1, 18, 22], [1, 20, 22], [1, 22, 22], [1, 24, 22]],
-        },
-        {
-            "shape": "tiny",
-            "compared": [[1, 4, 6], [2, 4, 4]],
-            "images": [[1, 4, 6], [1, 6, 4]],
-            "short_video": [[2, 4, 4]],
-            "long_video": [[4, 4, 4]],
-            "new_sizes": [[1, 6, 6], [1, 8, 4]],
-            "rounds": 1,
-        },
-        60.0,
-    ),
+    "towers": (TOWERS, TOWERS_SMALL, 60.0),
+    "towers, packed": (TOWERS | {"packed": True}, TOWERS_SMALL, 60.0),
     "colocate memory": (
         {"shape": "1.7B", "actor": OURS["fused"], "count": 1, "length": 2048, "expandable": False},
         {"shape": "tiny", "length": 64},
@@ -260,6 +259,7 @@ def _jobs() -> Iterator[tuple[str, Job]]:
     yield _model("colocate memory")
     yield _engine("0")
     yield _model("towers")
+    yield _model("towers, packed")
     yield _ours(small_rows, "plain")
     yield _peer(small_rows, "transformers + Liger")
     yield _model("colocate memory, expandable")

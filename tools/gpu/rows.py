@@ -234,6 +234,10 @@ def _components() -> Iterator[Row]:
             label = f"attention of packed rows, {batch} tokens, {direction}: of the product's rate"
             figure = partial(_attention_share, batch, f"{direction} tflops")
             yield Row(label, ("attention: speed", "rates"), figure)
+    for method in ("packed", "by row"):
+        label = f"attention {method}: first pass of a row of a new length, of the second"
+        figure = _ratio(f"new lengths {method} first_s", f"new lengths {method} second_s")
+        yield Row(label, ("attention: speed",), figure, "x")
 
 
 def _experts() -> Iterator[Row]:
@@ -251,15 +255,17 @@ def _experts() -> Iterator[Row]:
 
 
 def _towers() -> Iterator[Row]:
-    label = "vision tower, bfloat16: gradients' error, of float32"
-    yield Row(label, ("towers",), _figure("compared gradient_error"), most=0.05)
     names = {"images": "4 images", "short video": "32 frames", "long video": "128 frames"}
-    for name, label in names.items():
-        label = f"vision tower of Qwen3-VL, {label}"
-        seconds = f"{label}: forward and backward"
-        yield Row(seconds, ("towers",), _figure(f"{name} pass_s"), "s")
-        figure = _ratio(f"{name} host_s", f"{name} kernels_s")
-        yield Row(f"{label}: host time, of kernels'", ("towers",), figure, "x", most=1.0)
+    for job in ("towers", "towers, packed"):
+        tower = "vision tower" if job == "towers" else "vision tower with packed attention"
+        label = f"{tower}, bfloat16: gradients' error, of float32"
+        yield Row(label, (job,), _figure("compared gradient_error"), most=0.05)
+        for name, media in names.items():
+            label = f"{tower} of Qwen3-VL, {media}"
+            seconds = f"{label}: forward and backward"
+            yield Row(seconds, (job,), _figure(f"{name} pass_s"), "s")
+            figure = _ratio(f"{name} host_s", f"{name} kernels_s")
+            yield Row(f"{label}: host time, of kernels'", (job,), figure, "x", most=1.0)
 
 
 def _colocation() -> Iterator[Row]:
@@ -286,9 +292,7 @@ def _ratio(numerator: str, denominator: str) -> Callable[[Figures], float]:
 
 
 def _attention_share(batch: str, figure: str, speed: Figures, rates: Figures) -> float:
-    # Results of commits that had one method have no figure of the chosen one.
-    value = speed.get(f"{batch} chosen {figure}", speed[f"{batch} packed {figure}"])
-    return float(value * 1e12 / rates["matmul_flops"])
+    return float(speed[f"{batch} packed {figure}"] * 1e12 / rates["matmul_flops"])
 
 
 def _largest(suffix: str) -> Callable[[Figures], float]:

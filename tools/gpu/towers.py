@@ -14,6 +14,7 @@ from child import answer, timed
 from passes import host_and_total_s, peak_gib, reset_peak
 
 from relax_hpc.data.multimodal.rules import Rules
+from relax_hpc.training.models.towers.attention import choose_attention
 from relax_hpc.training.models.towers.encoder_input import TowerMedia
 from relax_hpc.training.models.towers.vision import VisionTower
 
@@ -46,9 +47,19 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 _NUMBER = re.compile(r"\d+")
 
 
-def build_tower(shape: str) -> VisionTower:
+class PackedTower(VisionTower):
+    """A tower that is used with `model.tower_attention: packed`."""
+
+    def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:
+        """See `Tower.encode`."""
+        choose_attention(module, self.head_size)
+        return super().encode(module, media)
+
+
+def describe_tower(shape: str, packed: bool) -> VisionTower:
     """The description of a tower."""
-    return VisionTower(
+    tower_class = PackedTower if packed else VisionTower
+    return tower_class(
         prefix="",
         channels=3,
         patch=16,
@@ -190,17 +201,19 @@ def measure(
     short_video: Grids,
     long_video: Grids,
     new_sizes: Grids,
+    packed: bool = False,
     rounds: int = 3,
 ) -> dict[str, Any]:
-    """Each argument but ``shape`` and ``rounds`` has the sizes of media, see `Grids`.
+    """Most arguments have the sizes of media, see `Grids`.
 
     ``compared``: media whose results in bfloat16 are compared with float32. ``new_sizes``: sizes of
-    images that no other argument has.
+    images that no other argument has. ``packed``: attention as with `model.tower_attention:
+    packed`.
     """
     # The first layer is a convolution, which torch computes with TF32 also in float32.
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
-    tower = build_tower(shape)
+    tower = describe_tower(shape, packed)
     module = tower.build().to(device)
     convert(module, torch.bfloat16)
     cases = Cases(device)

@@ -84,6 +84,15 @@ class ModelConfig:
     """Smallest share of the routes of about 16 tokens that must equal the routes that the trainer
     would choose. A sample with a smaller share is dropped with the reason `other_routes` and
     generated again: its routes are shifted, or belong to other tokens."""
+    long_row_attention: Literal["packed", "by_row"] = "packed"
+    """Attention of packs whose rows have 2,048 tokens or more on average, on Hopper GPUs in half
+    precision with heads of 128 elements. `packed`: one call for all rows. `by_row`: cuDNN computes
+    each row. On an H200 that took half the time for one row of 16,384 tokens; but its gradients,
+    and the time for rows of new lengths, for each of which cuDNN makes a plan, were not measured on
+    a GPU."""
+    tower_attention: Literal["by_frame", "packed"] = "by_frame"
+    """Attention of media encoders on GPUs in half precision. `by_frame`: a call for each image,
+    frame or window. `packed`: one call for all of them, which was not measured on a GPU."""
     frozen_towers: list[Literal["visual", "audio"]] = field(default_factory=list)
     """Media encoders of the model whose weights do not change. They have no gradients and no
     optimizer states."""

@@ -69,6 +69,9 @@ def _lines(config: Config, spec: ModelSpec, gpu_sets: Sequence[GpuSet]) -> Itera
     parts.append(f"{config.actor.kernels} kernels")
     if spec.experts:
         parts.append(f"{_experts(config, spec)} experts")
+    parts.append(f"long_row_attention {config.model.long_row_attention}")
+    if spec.towers:
+        parts.append(f"tower_attention {config.model.tower_attention}")
     yield ", ".join(parts)
     yield "GiB on the fullest GPU of each role, in its worst phase"
     yield basis()
@@ -136,6 +139,8 @@ def _as_json(config: Config, spec: ModelSpec, gpu_sets: Sequence[GpuSet]) -> dic
             "dtype": config.model.dtype,
             "kernels": config.actor.kernels,
             "experts": _experts(config, spec),
+            "long_row_attention": config.model.long_row_attention,
+            "tower_attention": config.model.tower_attention,
         },
         "places": [
             {

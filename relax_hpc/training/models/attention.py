@@ -26,10 +26,10 @@ _MEASURED_SIZE = 128
 class CausalAttention(torch.nn.Module):
     """Causal attention within rows.
 
-    On GPUs in half precision, one kernel computes all rows, or on Hopper cuDNN each of long rows;
-    see `is_faster_by_row`. Otherwise torch's scaled_dot_product_attention computes each row. Row by
-    row is fastest on CPUs for many short and for few long rows: padded rows took 0.85 to 14 times
-    as long.
+    On GPUs in half precision, one kernel computes all rows. With `computes_long_rows_alone`, cuDNN
+    computes each row where `is_faster_by_row`. Otherwise torch's scaled_dot_product_attention
+    computes each row. Row by row is fastest on CPUs for many short and for few long rows: padded
+    rows took 0.85 to 14 times as long.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class CausalAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.computes_long_rows_alone = False
         self.context = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
@@ -67,9 +68,12 @@ class CausalAttention(torch.nn.Module):
         """Attention of queries [t, heads, dim] to keys and values [keys, fewer heads, dim], by the
         pieces of `rows`. The result has the shape of the queries."""
         has_packed_kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-        if has_packed_kernel and not is_faster_by_row(rows, q.shape[2], _capability(q.device)):
-            return self._attend_packed(q, k, v, rows)
-        return self._attend_by_row(q, k, v, rows)
+        if not has_packed_kernel:
+            return self._attend_by_row(q, k, v, rows)
+        capability = _capability(q.device)
+        if self.computes_long_rows_alone and is_faster_by_row(rows, q.shape[2], capability):
+            return self._attend_by_row(q, k, v, rows)
+        return self._attend_packed(q, k, v, rows)
 
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, rows: PackedRows) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn

@@ -47,10 +47,8 @@ class AudioTower(Tower):
 
     bins: int
     """Mel bins of a frame."""
-    heads: int
     inner: int
     """Width of a feed-forward layer."""
-    width: int
     channels: int
     """Channels of the convolutions."""
     half: int
@@ -152,9 +150,6 @@ class AudioTower(Tower):
         """See `Tower.encode`."""
         import torch
 
-        from relax_hpc.training.models.towers.attention import choose_attention
-
-        choose_attention(module, self.width // self.heads)
         lengths = media.grids[:, 2]
         sounds = media.values.to(next(module.parameters()).dtype).split(lengths.tolist())
 

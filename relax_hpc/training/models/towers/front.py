@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from relax_hpc.training.models.towers.attention import choose_attention
 from relax_hpc.training.models.towers.encoder_input import MediaPass, TowerMedia
 from relax_hpc.training.models.towers.tower import Tower
 
@@ -29,6 +30,8 @@ class Towers(torch.nn.Module):
         """``config``: the decoder's."""
         super().__init__()
         self.specs = {tower.name: tower for tower in towers}
+        # Whether one attention computes all frames of a layer, where a kernel exists.
+        self.packs_frames = False
         for tower in towers:
             module: Any = tower.build()
             for value in module.parameters():
@@ -69,6 +72,8 @@ class Towers(torch.nn.Module):
         inputs: TowerMedia,
     ) -> Tensor:
         """Encode ``inputs``, and insert the results into ``embedded``."""
+        if self.packs_frames:
+            choose_attention(module, tower.head_size)
         trains = torch.is_grad_enabled() and next(module.parameters()).requires_grad
         with torch.set_grad_enabled(trains):
             encoded = tower.encode(module, inputs).to(embedded.dtype)

@@ -53,6 +53,13 @@ class Tower(abc.ABC):
     """Width of its results: the decoder's hidden size."""
     depth: int
     """Layers of attention."""
+    width: int
+    heads: int
+
+    @property
+    def head_size(self) -> int:
+        """Elements of an attention head."""
+        return self.width // self.heads
 
     @property
     def levels(self) -> int:

@@ -71,10 +71,8 @@ class VisionTower(Tower):
     merger_modules: ClassVar[tuple[str, str, str]] = ("norm", "linear_fc1", "linear_fc2")
     """Names of the modules of a merger."""
 
-    width: int
     inner: int
     """Width of a feed-forward layer."""
-    heads: int
     channels: int
     patch: int
     """Side of a patch in pixels."""
@@ -183,9 +181,6 @@ class VisionTower(Tower):
         """See `Tower.encode`; the values of ``media`` are pixels, uint8 [patches, values]."""
         import torch
 
-        from relax_hpc.training.models.towers.attention import choose_attention
-
-        choose_attention(module, self.width // self.heads)
         pixels = normalize_pixels(media.values, media.rules)
         # pooler_output: embeddings of the tokens; deepstack_features: values of each level.
         result = module(pixels, grid_thw=media.grids, **self._grid_inputs(media))
