@@ -274,3 +274,19 @@ def mapped(suffix: str) -> list[tuple[int, int]]:
         if line.endswith(suffix)
     ]
     return [tuple(int(end, 16) for end in words[0].split("-")) for words in lines]
+
+
+def test_an_engine_finishes_its_last_batch_before_weights_change(monkeypatch):
+    """On a GPU, where the batch runs on another stream than the copies."""
+    source, target, waits = torch.ones(3), torch.zeros(3), []
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: waits.append((device, target.tolist()))
+    )
+    transfers = Transfers(torch.device("cpu"))
+    for device in ("cpu", "cuda:1"):
+        target.zero_()
+        transfers.device = torch.device(device)
+        with copying(transfers, [source]):
+            target.copy_(source)
+        assert target.tolist() == [1.0] * 3
+    assert waits == [(torch.device("cuda:1"), [0.0] * 3)]

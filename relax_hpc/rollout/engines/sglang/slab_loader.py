@@ -72,7 +72,9 @@ def _loader_class() -> type:
         def load_weights_and_postprocess(
             model: Any, weights: Any, target_device: torch.device
         ) -> None:
-            device_transfers = transfers.setdefault(target_device, Transfers(target_device))
+            if target_device not in transfers:
+                transfers[target_device] = Transfers(target_device)
+            device_transfers = transfers[target_device]
             tensors = list(weights)
             with copying(device_transfers, [tensor for _, tensor in tensors]):
                 DefaultModelLoader.load_weights_only(model, tensors, target_device)
@@ -92,6 +94,11 @@ def copying(transfers: Transfers, tensors: Sequence[torch.Tensor]) -> Iterator[N
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    if transfers.device.type == "cuda":
+        # SGLang 0.5.21 answers `pause_generation` in mode `in_place` while the last batch still
+        # runs on its forward stream. Copies on another stream would let it read half of the new
+        # weights.
+        torch.cuda.synchronize(transfers.device)
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     class CopyInterceptor(TorchDispatchMode):
