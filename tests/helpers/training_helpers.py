@@ -47,7 +47,7 @@ from relax_hpc.training.models.packs import PackSplit
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer
 from tests.helpers.queue_helpers import small
-from tests.helpers.queue_world import InMemory
+from tests.helpers.queue_in_memory import InMemory
 from tests.requirements import DEVICE
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

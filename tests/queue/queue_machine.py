@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.effort import effort
-from tests.helpers.queue_world import World, contents
+from tests.helpers.queue_in_memory import contents
+from tests.helpers.queue_world import World
 
 
 class WorldMachine(RuleBasedStateMachine):

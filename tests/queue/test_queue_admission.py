@@ -23,7 +23,7 @@ from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.effort import effort
 from tests.helpers.queue_helpers import small
-from tests.helpers.queue_world import InMemory
+from tests.helpers.queue_in_memory import InMemory
 
 ENGINES = ("left", "right")
 NOTHING = Version(0, 0)

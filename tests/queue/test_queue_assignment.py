@@ -20,7 +20,7 @@ from relax_hpc.queue.lengths import is_packed, pack_lengths, unpack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from relax_hpc.queue.samplers import GroupSize, assign_groups, schedule
 from tests.helpers.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
-from tests.helpers.queue_world import InMemory, contents, refused_kind
+from tests.helpers.queue_in_memory import InMemory, contents, refused_kind
 
 V0 = Version(1, 0)
 LENGTHS = {0: [40, 7], 1: [9, 9], 2: [300, 2], 3: [70_000, 5]}

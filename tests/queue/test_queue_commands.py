@@ -30,6 +30,7 @@ from relax_hpc.queue.inspect import export
 from relax_hpc.queue.inspect.audit import Audit, Ledger, audit, journal_records
 from relax_hpc.queue.plan import Plan
 from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
+from tests.helpers.checked_queue import GROUPS
 from tests.helpers.queue_helpers import (
     BUDGET,
     GIVES,
@@ -40,7 +41,7 @@ from tests.helpers.queue_helpers import (
     make_run,
     small,
 )
-from tests.helpers.queue_world import GROUPS, World
+from tests.helpers.queue_world import World
 from tests.requirements import requires
 
 STEPS, TRAINED = 4, 3

@@ -21,7 +21,7 @@ from relax_hpc.config.schema import GroupConfig
 from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.helpers.queue_helpers import BUDGET, small
-from tests.helpers.queue_world import InMemory
+from tests.helpers.queue_in_memory import InMemory
 
 GROUPS, STEPS, SLOTS = 16, 40, 12
 """Prompt groups a step, steps, answers that an engine works on at a time."""

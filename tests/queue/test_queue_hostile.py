@@ -34,7 +34,8 @@ from relax_hpc.queue.storage.shard_store import ShardReader
 from tests.effort import effort
 from tests.helpers.plane_helpers import plane_here
 from tests.helpers.queue_helpers import BUDGET, HubProcess, Roles, dial, make_run, rows_of, small
-from tests.helpers.queue_world import World, contents
+from tests.helpers.queue_in_memory import contents
+from tests.helpers.queue_world import World
 
 ORIGIN = {"group": "rollout", "incarnation": 1}
 MARK = "@@ deep @@"

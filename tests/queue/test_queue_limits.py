@@ -14,8 +14,9 @@ from relax_hpc.base.versions import Version
 from relax_hpc.queue.controller.planning.admission import format_amounts
 from relax_hpc.queue.plan import Plan
 from tests.effort import effort
+from tests.helpers.checked_queue import BYTES, GROUPS
 from tests.helpers.queue_helpers import GIVES, Roles, in_thread, learned, make_run, rows_of, small
-from tests.helpers.queue_world import BYTES, GROUPS, World
+from tests.helpers.queue_world import World
 
 
 @settings(max_examples=effort(10, 100), deadline=None)

@@ -36,7 +36,7 @@ from tests.helpers.queue_helpers import (
     rows_of,
     small,
 )
-from tests.helpers.queue_world import InMemory, contents, refused_kind
+from tests.helpers.queue_in_memory import InMemory, contents, refused_kind
 
 PADS = {"image": 901, "audio": 903}
 V0 = Version(1, 0)

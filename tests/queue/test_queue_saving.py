@@ -10,7 +10,7 @@ from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.helpers.queue_helpers import GIVES, in_thread, make_run, small
-from tests.helpers.queue_world import InMemory, contents, refused_kind
+from tests.helpers.queue_in_memory import InMemory, contents, refused_kind
 
 V0 = Version(1, 0)
 WINDOW = {"budget": 1000, "boundary": 2}

@@ -15,7 +15,7 @@ from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, UNSCORED, Plan
 from relax_hpc.queue.row_schema import Row
 from tests.helpers.queue_helpers import HubProcess, Roles, in_thread, make_run, rows_of, small
-from tests.helpers.queue_world import InMemory, contents, refused_kind
+from tests.helpers.queue_in_memory import InMemory, contents, refused_kind
 
 V0, V1 = Version(1, 0), Version(1, 1)
 WINDOW = {"budget": 1000, "boundary": 2}

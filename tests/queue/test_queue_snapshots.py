@@ -22,8 +22,10 @@ from relax_hpc.queue.controller.server import Controller
 from relax_hpc.queue.controller.snapshots import Snapshots
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.plan import Plan
+from tests.helpers.checked_queue import GROUPS
 from tests.helpers.queue_helpers import HubProcess, Roles, in_thread, make_run, small
-from tests.helpers.queue_world import GROUPS, World, contents
+from tests.helpers.queue_in_memory import contents
+from tests.helpers.queue_world import World
 
 EXTENT = Extent(0, 0)
 

@@ -17,8 +17,10 @@ from relax_hpc.queue.controller.planning.claims import claimable
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
+from tests.helpers.checked_queue import GROUPS
 from tests.helpers.queue_helpers import GIVES, small
-from tests.helpers.queue_world import GROUPS, World, contents, refused_kind
+from tests.helpers.queue_in_memory import contents, refused_kind
+from tests.helpers.queue_world import World
 from tests.queue.queue_machine import WorldMachine, searched
 
 

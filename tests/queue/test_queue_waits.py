@@ -14,6 +14,7 @@ from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.controller.state.task_queues import WAITING
 from relax_hpc.queue.controller.state.ticket_map import TicketMap
 from relax_hpc.queue.plan import Plan
+from tests.helpers.checked_queue import GROUPS
 from tests.helpers.queue_helpers import (
     BUDGET,
     GIVES,
@@ -24,7 +25,7 @@ from tests.helpers.queue_helpers import (
     rows_of,
     small,
 )
-from tests.helpers.queue_world import GROUPS, World
+from tests.helpers.queue_world import World
 
 ORDER = (("actor_fwd", "old_logprobs"), ("reference", "ref_logprobs"), ("advantages", "advantages"))
 

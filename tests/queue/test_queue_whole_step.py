@@ -13,7 +13,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.helpers.queue_helpers import small
-from tests.helpers.queue_world import InMemory, contents
+from tests.helpers.queue_in_memory import InMemory, contents
 
 VERSION = Version(1, 0)
 

@@ -24,7 +24,7 @@ from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.effort import effort
 from tests.helpers.queue_helpers import BUDGET, small
-from tests.helpers.queue_world import InMemory, contents
+from tests.helpers.queue_in_memory import InMemory, contents
 
 
 def desk_of(prompts: int, staleness: int, steps: int) -> InMemory:
