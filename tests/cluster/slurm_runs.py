@@ -1,8 +1,7 @@
-"""Whole runs on the sandbox's Slurm for tests: submit one as a user does, watch it, break it, audit
-what it left.
+"""Whole runs on the sandbox's Slurm: submit a run as a user does, observe it, inject faults, audit.
 
-Nothing here sleeps for a fixed time: every wait ends with its condition, or at a deadline with the
-run's story.
+Nothing here sleeps for a fixed time. A wait ends when its condition holds. At its deadline the test
+fails with the ends of the run's logs.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.weights.node_cache import staging_root
 from tests import fault_table
 from tests.helpers.audit import audit
+from tests.helpers.failure_reports import describe_process, environment, log_end
 from tests.helpers.run_helpers import (
     ALL,
     SMALL,
@@ -51,7 +52,7 @@ from tests.helpers.run_helpers import (
 from tests.runs.late_writes import late_writes
 
 POLL_S = 0.1
-"""A look at all processes takes some milliseconds, which the run itself needs."""
+"""Listing all processes takes some milliseconds of CPU time, which the run itself needs."""
 BEAT_S = 1.0
 LEASE_S = 4.0
 OVER: dict[str, Any] = {
@@ -62,18 +63,18 @@ OVER: dict[str, Any] = {
         "lease_s": LEASE_S,
         "start_timeout_s": 120.0,
         "stop_timeout_s": 20.0,
-        # Where every fault is tried, most groups come back from what waits.
+        # With --all, most groups restart from processes that were started ahead.
         "start_ahead_s": 1.0 if ALL else 0.0,
     },
     "actor": {"parallel": {"data": 2}},
     "rollout": {"replicas": 2},
     "slurm": {"time": "60", "signal_s": 60},
-    # A node for each, so that the death of one concerns one group.
-    # Options that relax_hpc writes, some replaced and some removed, as sites need it.
+    # Options that relax_hpc writes; some are replaced and some removed, as sites need it.
     "site": {
         "options": {"exclusive": "", "ntasks-per-node": None, "open-mode": "truncate"},
         "srun_options": {"wait": "60", "mem": None},
     },
+    # Each process has a node, so that the loss of a node concerns one group.
     "groups": {
         "reference": None,
         "hub": {"resources": {"nodes": 2}},
@@ -81,10 +82,10 @@ OVER: dict[str, Any] = {
         "actor": {"resources": {"nodes": 2}},
     },
 }
-"""Over SMALL: seven nodes, two ranks of the actor, two engines on two nodes."""
+"""Overrides of SMALL: seven nodes, two ranks of the actor, two engines on two nodes."""
 JOBS: dict[str, Any] = {"groups": {"hub": {"resources": {"nodes": 1}}}}
 TWO_GROUPS: dict[str, Any] = {"actor": {"forward": ["actor_fwd"]}, "groups": {"actor_fwd": None}}
-"""Beside the hub; for a run whose end or whose processes are looked at, not its roles."""
+"""Groups in addition to the hub, for tests of a run's end or processes and not of its roles."""
 GROUPS = {
     "hub": ("controller", "advantages"),
     "rollout": ("rollout",),
@@ -92,23 +93,23 @@ GROUPS = {
     "actor_fwd": ("actor_fwd",),
 }
 START_S = 180.0
-"""Patience of a wait that takes seconds, as a busy machine may stand still for a minute."""
+"""Limit of a wait that usually takes seconds: a busy machine can pause for a minute."""
 PACE_S = 1.0
-"""Seconds of a response of the simulated engine. A step takes 0.16 CPU seconds, so a run that is
-only watched leaves the processors to starting processes."""
+"""Duration of a response of the simulated engine. A step takes 0.16 CPU seconds, so that a run
+leaves most CPU time to processes that start."""
 ENDLESS = 2000
-"""More steps than a test has time for; `SlurmRun.finish_soon` ends such a run."""
+"""More steps than a test has time for. `SlurmRun.finish_soon` finishes such a run."""
 ENGINE_START_S = 180.0
 UNFINISHED: dict[str, tuple[str, str]] = {
     "weight publish": ("weights", ".i*"),
     "checkpoint": ("checkpoints", ".i*.partial"),
 }
-"""A folder of the run, and what lies in it for just as long as the run is at that."""
+"""Folder of a run, and the pattern of files that exist in it only during that work."""
 JOURNALED: dict[str, bytes] = {
     "generation": msgpack.packb("op") + msgpack.packb("admit"),
     "training": msgpack.packb("task") + msgpack.packb("actor"),
 }
-"""With what record of the journal that begins."""
+"""Bytes of the journal record that starts that work."""
 
 
 @dataclass(slots=True)
@@ -121,25 +122,24 @@ class SlurmRun:
     layout: str
     engine: str
     patience_s: float = START_S
-    """How long training may pause while a group starts again."""
+    """How long training may pause while a group restarts."""
     broken: str = ""
-    """What did not come of it in time; whatever else is tried with it says nothing any more."""
+    """The event that did not happen in time. Later tests with this run prove nothing."""
     faults: list[str] = field(default_factory=list)
-    """What it has survived by its own account, which the audit has yet to confirm."""
+    """Faults after which training continued; the audit has not confirmed them yet."""
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def wait_until(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
-        """The first true value of `condition`. AssertionError, with the run's story, at the
-        deadline."""
+    def wait_until(self, condition: Callable[[], Any], event: str, seconds: float) -> Any:
+        """Return the first true value of `condition`. Raise AssertionError at the deadline."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if value := condition():
                 return value
-            # Between two looks; what ends the wait is the condition or the deadline.
+            # An interval of polling. The condition or the deadline ends the wait.
             time.sleep(POLL_S)
-        self.broken = what
-        raise AssertionError(f"{what}: not within {seconds} s\n{self.story()}")
+        self.broken = event
+        raise AssertionError(f"{event}: not within {seconds} s\n{self.story()}")
 
     def step(self) -> int:
         """The newest training step in the metrics; -1 before the first."""
@@ -150,12 +150,12 @@ class SlurmRun:
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: self.step() >= step, f"step {step} trained", self.patience_s)
 
-    def goes_on(self, steps: int = 2) -> None:
-        """Some more steps are trained."""
+    def train_steps(self, steps: int = 2) -> None:
+        """Wait until the run has trained `steps` more steps."""
         self.wait_for_step(self.step() + steps)
 
     def finish(self) -> None:
-        """The run comes to its end, and its jobs leave the queue with everything of theirs."""
+        """Wait until the run has finished, its jobs and processes have ended; audit it."""
         self.wait_until(self.run.finished.exists, "the run finished", self.patience_s)
         self.wait_until(lambda: not self.queued(), "its jobs left the queue", 60.0)
         self.wait_until(lambda: not self.processes(), "its processes are gone", 30.0)
@@ -166,127 +166,137 @@ class SlurmRun:
         assert not problems, problems
 
     def stop(self) -> None:
-        """End it as a user does, which leaves nothing of it but what is saved."""
+        """Stop the run as a user does. Only saved files may remain."""
         assert "is saved in" in self.call("stop")
         self.assert_nothing_left()
 
     def cancel(self) -> None:
-        """End it as users of Slurm do: after scancel of the hub's job, which all others need,
-        nothing comes."""
+        """Cancel the hub's job with scancel. All other groups need the hub, so the run must end."""
         job = self.job("hub")
         self.sandbox.client("scancel", job)
-        asked = self.wait_until(lambda: read_stop_request(self.run), "it stops", START_S)
-        assert asked == {"code": 0, "reason": f"job {job} was cancelled"}
+        stop_request = self.wait_until(lambda: read_stop_request(self.run), "it stops", START_S)
+        assert stop_request == {"code": 0, "reason": f"job {job} was cancelled"}
         self.assert_nothing_left()
 
-    def finish_soon(self, *words: str, steps: int = 8) -> None:
-        """Stop an endless run, and have it finish after some more steps; `words`: what else is to
-        change then."""
+    def finish_soon(self, *options: str, steps: int = 8) -> None:
+        """Stop an endless run, and resume it to finish after `steps` more steps.
+
+        `options` are further options of the submission.
+        """
         self.stop()
-        more = self.step() + steps
-        self.resume(more, *words)
+        last_step = self.step() + steps
+        self.resume(last_step, *options)
         self.finish()
-        assert self.status()["trained_steps"] == more
+        assert self.status()["trained_steps"] == last_step
         self.assert_nothing_left()
 
-    def resume(self, steps: int, *words: str) -> None:
-        """Submit the run again as a user does, to end with `steps`."""
-        words = (
+    def resume(self, steps: int, *options: str) -> None:
+        """Submit the run again as a user does, to finish at step `steps`."""
+        options = (
             "--run_dir",
             str(self.run.root),
             "--resume",
             "--steps",
             str(steps),
             "--parsable",
-            *words,
+            *options,
         )
-        self.jobs = _call(self.sandbox, "submit", *words).split()
+        self.jobs = _call(self.sandbox, "submit", *options).split()
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- observing ---------------------------------------------------------------------------------
 
     def queued(self) -> str:
-        """What squeue shows; empty when no job is left."""
+        """Output of squeue; empty if no job is left."""
         return self.sandbox.client("squeue", "--noheader", "--format=%i %j %t %D %N %r").strip()
 
-    def call(self, verb: str, *words: str) -> str:
-        """What a command about the run prints; it succeeds."""
-        return _call(self.sandbox, verb, str(self.run.root), *words)
+    def call(self, verb: str, *arguments: str) -> str:
+        """Run a command on the run, which must succeed, and return its output."""
+        return _call(self.sandbox, verb, str(self.run.root), *arguments)
 
     def status(self) -> dict[str, Any]:
         return status(self.run)
 
     def beats(self) -> dict[str, dict[str, Any]]:
-        """What the hub knows of every role: its incarnation, and the longest gap between its beats
-        on its own clock."""
+        """The hub's record of every role: incarnation, and longest gap between its beats in seconds
+        of the role's clock."""
         return self.wait_until(lambda: self.status().get("beats"), "the hub answers", 60.0)
 
     def processes(self, role: str = "", group: str = "") -> list[psutil.Process]:
-        """Processes of the run by rank; of a role: those that do its work, not those that watch
-        them."""
+        """Processes of the run in the order of ranks.
+
+        With `role`, only processes that work for the role, without their watchers.
+        """
         return sorted(
-            (p for p in all_processes() if self._is(p, role, group)),
-            key=lambda p: (int(environment(p).get("SLURM_PROCID", 0)), p.pid),
+            (process for process in all_processes() if self._is(process, role, group)),
+            key=lambda process: (int(environment(process).get("SLURM_PROCID", 0)), process.pid),
         )
 
     def _is(self, process: psutil.Process, role: str, group: str) -> bool:
         try:
-            words = process.cmdline()
-            if str(self.run.root) not in words or process.status() == psutil.STATUS_ZOMBIE:
+            command = process.cmdline()
+            if str(self.run.root) not in command or process.status() == psutil.STATUS_ZOMBIE:
                 return False
             if not role:
                 return True
-            if words[-1:] == [role] or f"--role {role} " not in " ".join(words) + " ":
+            if command[-1:] == [role] or f"--role {role} " not in " ".join(command) + " ":
                 return False
-            of_group = not group or f"--group {group} " in " ".join(words)
+            of_group = not group or f"--group {group} " in " ".join(command)
             of_group = of_group and not waits(self.run, process)
             return (
                 of_group
-                and words[0] != "srun"
-                and (process.parent().cmdline() == words) == ("--watch" in words)
+                and command[0] != "srun"
+                and (process.parent().cmdline() == command) == ("--watch" in command)
             )
         except (psutil.Error, AttributeError):
             return False
 
     def supervisors(self) -> list[psutil.Process]:
-        """Heads that do the work, not those that watch them."""
-        heads = [p for p in self.processes() if "relax_hpc.commands.head" in command_line(p)]
-        return [p for p in heads if p.parent() and command_line(p.parent()) == command_line(p)]
+        """Working head processes, without their watchers."""
+        heads = [
+            process
+            for process in self.processes()
+            if "relax_hpc.commands.head" in command_line(process)
+        ]
+        return [
+            process
+            for process in heads
+            if process.parent() and command_line(process.parent()) == command_line(process)
+        ]
 
     def incarnations(self, group: str) -> int:
         """Incarnations of `group` so far."""
         return len(list(self.run.rendezvous(group).glob("inc-*.launch.json")))
 
     def newest(self, group: str) -> int:
-        """Number of the newest incarnation of `group`; what was started ahead in vain has taken
-        numbers too."""
+        """Number of the newest incarnation of `group`. Unused incarnations that were started ahead
+        have numbers too."""
         return max(
             int(path.name[4:10]) for path in self.run.rendezvous(group).glob("inc-*.launch.json")
         )
 
     def job(self, group: str) -> str:
-        """Plain id of the job, or of the component, that holds a group."""
+        """Id of the job, or of the component of a heterogeneous job, that runs `group`."""
         return current_job(self.run, group)
 
     def mark(self, group: str, incarnation: int, role: str) -> dict[str, Any]:
-        """How a role said that it ended; empty: it has said nothing."""
+        """Exit record of a role; empty if the role wrote none."""
         return read_mark(self.run, group, incarnation, role)
 
     def log(self) -> str:
-        """What the supervisors of the run have said."""
+        """Logs of the run's supervisors."""
         return "".join(path.read_text() for path in sorted((self.run.root / "logs").glob("s*.log")))
 
     def assert_trained_once(self) -> None:
-        """Nothing is trained twice and nothing of an ended incarnation was taken, as far as the run
-        has got."""
-        whole = ("trained 0 times", "beyond the last step", "events.jsonl has")
-        found = [
-            text for text in audit(self.run).problems if not any(words in text for words in whole)
-        ]
-        found += late_writes(self.run)
-        assert not found, f"{found}\n{self.story()}"
+        """Assert that no row is trained twice and no late write of an old incarnation accepted."""
+        unfinished_run = ("trained 0 times", "beyond the last step", "events.jsonl has")
+        problems = late_writes(self.run)
+        for text in audit(self.run).problems:
+            if not any(excuse in text for excuse in unfinished_run):
+                problems.append(text)
+        assert not problems, f"{problems}\n{self.story()}"
 
     def assert_nothing_left(self) -> None:
-        """No job, process, shared memory or socket of the run."""
+        """Assert that no job, process, staged weights or socket of the run exists."""
         self.wait_until(lambda: not self.queued(), "its jobs left the queue", 60.0)
         self.wait_until(lambda: not self.processes(), "its processes are gone", 30.0)
         assert not staging_root(self.run).exists(), list(staging_root(self.run).iterdir())
@@ -296,34 +306,34 @@ class SlurmRun:
         return [environment(process)["SLURMD_NODENAME"] for process in self.processes(role)]
 
     def lease_holder(self, name: str = "supervisor") -> dict[str, Any]:
-        """Who supervises now: node, pid, incarnation."""
+        """Node, pid and incarnation of the current holder of a lease."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads((self.run.rendezvous(name) / "lease").read_text())
         return {}
 
     def story(self) -> str:
-        """The ends of all logs but their lines of progress, for a failure's message."""
+        """Queue, processes and the ends of all logs, for the message of a failure."""
         logs = sorted(
             path for path in (self.run.root / "logs").rglob("*.log") if path.stat().st_size
         )
-        texts = [f"--- {path.relative_to(self.run.root)}\n{told(path)}" for path in logs]
-        alive = [described(process) for process in self.processes()]
+        texts = [f"--- {path.relative_to(self.run.root)}\n{log_end(path)}" for path in logs]
+        alive = [describe_process(process) for process in self.processes()]
         return "\n".join(
             [f"{self.run.root}, queue:\n{self.queued()}", "processes:", *alive, *texts]
         )
 
-    # -- breaking ----------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     @contextmanager
     def only(self, group: str, fault: str, steps: int = 2) -> Iterator[None]:
-        """In the block `fault` breaks `group`: it comes back under a new incarnation, the others do
-        not notice.
+        """Assert that `fault`, which the block causes, restarts `group` and no other group.
 
-        Their processes stay the same, and no gap between two of their beats is over twice the beat.
+        Processes of other groups stay the same. A gap between two of their beats is at most twice
+        the interval of beats.
         """
         self.wait_until(lambda: all(self._members().values()), "all roles run", START_S)
         incarnations = self.incarnations(group)
-        with self.nobody_notices(fault, but=group, steps=steps):
+        with self.no_group_restarts(fault, except_group=group, steps=steps):
             yield
             self.wait_until(
                 lambda: self.incarnations(group) > incarnations,
@@ -332,48 +342,53 @@ class SlurmRun:
             )
 
     @contextmanager
-    def nobody_notices(self, fault: str, but: str = "", steps: int = 2) -> Iterator[None]:
-        """After the block training goes on, by the same processes, but those of one group, and no
-        beat was late."""
-        before, gaps = self._members(), self._gaps(but)
+    def no_group_restarts(
+        self, fault: str, except_group: str = "", steps: int = 2
+    ) -> Iterator[None]:
+        """Assert that training continues after the block, with the same processes and no late beat.
+
+        The group `except_group` is not checked.
+        """
+        pids_before, gaps_before = self._members(), self._gaps(except_group)
         yield
-        self.goes_on(steps)
-        after = self._members()
-        touched = [
+        self.train_steps(steps)
+        pids_after = self._members()
+        restarted_roles = [
             role
-            for role in before
-            if role not in GROUPS.get(but, ()) and before[role] != after[role]
+            for role in pids_before
+            if role not in GROUPS.get(except_group, ()) and pids_before[role] != pids_after[role]
         ]
-        assert not touched, (
-            f"{touched} were touched by what happened to {but or 'Slurm'}\n{self.story()}"
+        assert not restarted_roles, (
+            f"{restarted_roles} restarted after a fault of {except_group or 'Slurm'}\n"
+            f"{self.story()}"
         )
         late = {
             name: gap
-            for name, gap in self._gaps(but).items()
-            if gap > max(2 * BEAT_S, gaps.get(name, 0.0))
+            for name, gap in self._gaps(except_group).items()
+            if gap > max(2 * BEAT_S, gaps_before.get(name, 0.0))
         }
         assert not late, f"beats of other groups paused: {late}\n{self.story()}"
         self.survived(fault)
 
-    def _gaps(self, but: str) -> dict[str, float]:
-        """The longest gap between two beats of each process so far, in seconds, but of one group
-        and the hub."""
+    def _gaps(self, except_group: str) -> dict[str, float]:
+        """Longest gap between beats of each process, in seconds, without the hub and one group."""
         return {
             name: beat["gap_s"]
             for name, beat in self.beats().items()
-            if beat["group"] not in (but, "hub")
+            if beat["group"] not in (except_group, "hub")
         }
 
     def survived(self, fault: str) -> None:
-        """To be audited, which takes a second of a processor: at the end, or at once by env/test.sh
-        --all."""
+        """Record `fault` for the audit.
+
+        The audit takes a CPU second. It runs at the end, or immediately with env/test.sh --all.
+        """
         self.faults.append(fault)
         if ALL:
             self.audited()
 
     def audited(self) -> None:
-        """Of all that it survived nothing was trained twice, and nothing of what had ended was
-        taken."""
+        """Audit the run, then add the recorded faults to the table of survived faults."""
         self.assert_trained_once()
         for fault in self.faults:
             fault_table.add(fault, self.layout, self.engine)
@@ -381,21 +396,22 @@ class SlurmRun:
 
     def _members(self) -> dict[str, list[int]]:
         """Pids by role."""
-        found = self.processes()
-        roles = [role for roles in GROUPS.values() for role in roles]
-        return {
-            role: [process.pid for process in found if self._is(process, role, "")]
-            for role in roles
-        }
+        run_processes = self.processes()
+        members: dict[str, list[int]] = {}
+        for role in chain.from_iterable(GROUPS.values()):
+            members[role] = [
+                process.pid for process in run_processes if self._is(process, role, "")
+            ]
+        return members
 
     def at(self, moment: str) -> None:
-        """Wait until the run is in the middle of a piece of work (UNFINISHED, JOURNALED)."""
-        begun, deadline = self._begun(moment), time.monotonic() + START_S
+        """Wait until the run is doing the work `moment` (UNFINISHED, JOURNALED)."""
+        begun, deadline = self._work_started(moment), time.monotonic() + START_S
         while not begun():
-            # Milliseconds long, so there is no time to sleep.
+            # The work takes milliseconds, so this loop must not sleep.
             assert time.monotonic() < deadline, f"no {moment} within {START_S} s\n{self.story()}"
 
-    def _begun(self, moment: str) -> Callable[[], bool]:
+    def _work_started(self, moment: str) -> Callable[[], bool]:
         if moment in UNFINISHED:
             folder, pattern = UNFINISHED[moment]
             return lambda: any((self.run.root / folder).glob(pattern))
@@ -412,7 +428,7 @@ class SlurmRun:
         psutil.wait_procs([victim], timeout=10.0)
 
     def lose_and_bring_back(self, *nodes: str) -> None:
-        """Power loss of nodes, of which Slurm is told; all before the first comes back."""
+        """Cut the power of all `nodes`, set them down in Slurm, then start them again."""
         for node in nodes:
             self.sandbox.kill_node(node, down=True)
         for node in nodes:
@@ -420,21 +436,22 @@ class SlurmRun:
 
     @contextmanager
     def frozen(self, node: str) -> Iterator[None]:
-        """In the block all jobs on `node` stand still, and so do their stepds: Slurm cannot end
-        them either."""
+        """Suspend all jobs on `node` and their slurmstepd in the block, so that Slurm cannot end
+        them."""
         folder = self.sandbox.folder
-        found = processes.families([*processes.steps(folder, node), *processes.tasks(folder, node)])
-        processes.freeze(found)
+        stopped_processes = processes.families(
+            [*processes.steps(folder, node), *processes.tasks(folder, node)]
+        )
+        processes.freeze(stopped_processes)
         try:
             yield
         finally:
-            for process in found:
+            for process in stopped_processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.resume()
 
     def restart_slurm(self) -> None:
-        """slurmctld and every slurmd are killed and come again, once slurmctld has saved the jobs
-        that it started."""
+        """Kill and restart slurmctld and every slurmd after slurmctld has saved its jobs."""
         started = self.sandbox.client(
             "squeue", "--noheader", "--state=RUNNING", "--format=%S"
         ).split()
@@ -445,8 +462,8 @@ class SlurmRun:
         )
         self.sandbox.restart()
 
-    def supervised_anew(self, incarnation: int, name: str = "supervisor") -> None:
-        """Another supervisor than that of `incarnation` leads."""
+    def await_new_supervisor(self, incarnation: int, name: str = "supervisor") -> None:
+        """Wait until a supervisor with a later incarnation than `incarnation` holds the lease."""
         self.wait_until(
             lambda: self.lease_holder(name).get("incarnation", 0) > incarnation,
             "a new supervisor",
@@ -454,8 +471,10 @@ class SlurmRun:
         )
 
     def cancel_all(self) -> str:
-        """Cancel what is in the queue, again and again: the end of a job may start another. What
-        there was."""
+        """Cancel all jobs in the queue and return its former content.
+
+        Callers repeat this until the queue is empty, because the end of a job can start another.
+        """
         queued = self.queued()
         jobs = {
             line.split()[0].partition("+")[0]
@@ -467,69 +486,42 @@ class SlurmRun:
         return queued
 
     def signal_job(self, job: str, moment: str = "") -> None:
-        """What Slurm does some time before a job's limit."""
+        """Send the signal that Slurm sends some time before a job's time limit."""
         if moment:
             self.at(moment)
-        # Of a heterogeneous job scancel signals what is left, and complains of components that have
-        # gone.
+        # For a heterogeneous job scancel signals the remaining components, and reports an error for
+        # components that have ended.
         self.sandbox.client("scancel", "--batch", "--signal=USR2", job, check=False)
 
 
-def killing(role: str, moment: str = "") -> str:
-    """What a fault is called that kills a rank."""
+def kill_fault(role: str, moment: str = "") -> str:
+    """Name of the fault that kills a rank of `role`."""
     return f"kill -9 of a rank of {role}" + (f" during a {moment}" if moment else "")
 
 
-def told(path: Path, lines: int = 25) -> str:
-    """The last lines of a log."""
-    found = [
-        line
-        for line in path.read_text(errors="replace").splitlines()
-        if not line.startswith("eta ")
-    ]
-    return "\n".join(line[:300] for line in found[-lines:])
-
-
-def environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except (psutil.Error, OSError):
-        return {}
-
-
-def described(process: psutil.Process) -> str:
-    """What a process is and whether it gets on: state, seconds of a processor, seconds since it
-    began."""
-    try:
-        used, age = sum(process.cpu_times()[:2]), time.time() - process.create_time()
-        return (
-            f"{process.pid} {process.status()}, {used:.1f} of {age:.1f} s, "
-            f"{' '.join(command_line(process))[:200]}"
-        )
-    except psutil.Error as error:
-        return str(error)
-
-
-def _call(sandbox: Sandbox, *words: str) -> str:
-    """Standard output of `relax-hpc`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "relax_hpc", *words],
+def _call(sandbox: Sandbox, *arguments: str) -> str:
+    """Run `relax-hpc`, which must succeed, and return its standard output."""
+    result = subprocess.run(
+        [sys.executable, "-m", "relax_hpc", *arguments],
         capture_output=True,
         text=True,
-        # More than any command waits by itself, so that it can say what for.
+        # Longer than any command waits, so that the command can report its own timeout.
         timeout=180,
         env=os.environ | sandbox.environment(),
         check=False,
     )
-    assert done.returncode == 0, (
-        f"relax-hpc {' '.join(words)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert result.returncode == 0, (
+        f"relax-hpc {' '.join(arguments)}: exit {result.returncode}\n"
+        f"{result.stdout}\n{result.stderr}"
     )
-    return done.stdout
+    return result.stdout
 
 
 def _model(sandbox: Sandbox) -> Path:
-    """A model that SGLang can serve too, made once a sandbox: a run that makes its own takes three
-    seconds more to start."""
+    """Write a model that SGLang can serve too.
+
+    A run that writes its own model takes three seconds more to start.
+    """
     directory = sandbox.folder / "model"
     make_tiny_model(
         directory, TinyModelConfig(**with_engine("sglang")["model"]["tiny"]), SMALL["seed"]
@@ -542,19 +534,21 @@ def submitted(
     sandbox: Sandbox,
     directory: Path,
     layout: str,
-    over: dict[str, Any] | None = None,
+    overrides: dict[str, Any] | None = None,
     engine: str = "simulated",
 ) -> Iterator[SlurmRun]:
-    """Submit a run of SMALL, OVER and `over` in `layout`; its jobs and processes are ended when the
-    block is left."""
-    # Only the seeded one can be compared with another run.
+    """Submit a run of SMALL, OVER and `overrides` in `layout`.
+
+    Jobs and processes of the run end with the block.
+    """
+    # Only the seeded engine `transformers` makes runs comparable.
     engine = engine if engine == "transformers" else engine_of(engine)
     simulated = {
         "model": {"path": str(_model(sandbox))},
         "rollout": {"engine": {"simulated": {"response_s": PACE_S}}},
     }
     engines = (with_engine(engine), simulated if engine == "simulated" else {})
-    sections = (JOBS if layout == "jobs" else {}, *engines, over or {})
+    sections = (JOBS if layout == "jobs" else {}, *engines, overrides or {})
     config = write_config(directory / "run.yaml", reduce(merged, sections, OVER))
     root = directory / "run"
     files = [
@@ -575,7 +569,7 @@ def submitted(
         if not live.broken:
             live.audited()
     finally:
-        # The next test finds all nodes up, and slurmctld too.
+        # The next test needs slurmctld and all nodes.
         sandbox.start()
         live.wait_until(lambda: not live.cancel_all(), "its jobs left the queue", 60.0)
         processes.kill(live.processes())

@@ -1,5 +1,4 @@
-"""Cores of ranks: no two roles of a group on one, each near its GPU; on real steps of a real Slurm
-as well."""
+"""Cores of ranks: no two roles of a group share a core, and each is near its GPU; also on Slurm."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -42,49 +42,58 @@ RANKS = st.lists(
 )
 
 
-def node(sockets: int, each: int, threads: int = 1) -> list[Core]:
-    """Cores whose second threads are numbered after all first ones, as on most machines."""
-    total = sockets * each
+def node(sockets: int, cores_per_socket: int, threads: int = 1) -> list[Core]:
+    """Cores of a node. Second threads are numbered after all first threads, as on most machines."""
+    total_cores = sockets * cores_per_socket
     return [
-        Core(tuple(number + total * thread for thread in range(threads)), number // each)
-        for number in range(total)
+        Core(
+            tuple(number + total_cores * thread for thread in range(threads)),
+            number // cores_per_socket,
+        )
+        for number in range(total_cores)
     ]
 
 
 @given(RANKS, st.integers(1, 4), st.integers(1, 40), st.integers(1, 2))
-def test_shares_are_whole_cores_and_nobody_elses(
-    wanted: list[tuple[int, int | None]], sockets: int, each: int, threads: int
+def test_shares_are_whole_cores_and_disjoint(
+    weights_and_domains: list[tuple[int, int | None]],
+    sockets: int,
+    cores_per_socket: int,
+    threads: int,
 ) -> None:
-    ranks = [Rank("r", number, weight, domain) for number, (weight, domain) in enumerate(wanted)]
-    machine = node(sockets, each, threads)
-    found = divide_cores(machine, ranks)
+    ranks = [
+        Rank("r", number, weight, domain)
+        for number, (weight, domain) in enumerate(weights_and_domains)
+    ]
+    machine = node(sockets, cores_per_socket, threads)
+    shares = divide_cores(machine, ranks)
     if len(machine) < len(ranks):
-        assert found == {}
+        assert shares == {}
         return
-    assert set(found) == {("r", number) for number in range(len(ranks))}
-    taken = [cpu for share in found.values() for cpu in share]
-    assert all(found.values()) and len(taken) == len(set(taken))
+    assert set(shares) == {("r", number) for number in range(len(ranks))}
+    shared_cpus = list(chain.from_iterable(shares.values()))
+    assert all(shares.values()) and len(shared_cpus) == len(set(shared_cpus))
     for core in machine:
-        assert sum(bool(share & set(core.cpus)) for share in found.values()) <= 1
+        assert sum(bool(share & set(core.cpus)) for share in shares.values()) <= 1
 
 
 @pytest.mark.parametrize(
     "size", [size for size in SIZES if nodes_of(size) > 1], ids=lambda size: size.stem
 )
-def test_ranks_of_each_size_sit_on_the_socket_of_their_gpu(size: Path) -> None:
+def test_ranks_of_each_size_run_on_the_socket_of_their_gpu(size: Path) -> None:
     config, gpus = load([size]), gpus_of(size)
     machine = node(2, 4 * gpus)
     for group in config.groups:
         if group == "hub":
             continue
-        found = divide_cores(
+        shares = divide_cores(
             machine, list_ranks_of_node(config, group, domains_of_gpus(config, group, machine))
         )
-        taken = [cpu for share in found.values() for cpu in share]
-        assert len(taken) == len(set(taken)) and {role for role, _ in found} == set(
+        shared_cpus = list(chain.from_iterable(shares.values()))
+        assert len(shared_cpus) == len(set(shared_cpus)) and {role for role, _ in shares} == set(
             group_roles(config, group)
         )
-        for (role, rank), share in found.items():
+        for (role, rank), share in shares.items():
             assert len(share) >= config.groups[group].resources.cpus_per_task
             if role != "rollout":
                 assert {cpu // (4 * gpus) for cpu in share} == {rank // (gpus // 2)}, (
@@ -92,7 +101,7 @@ def test_ranks_of_each_size_sit_on_the_socket_of_their_gpu(size: Path) -> None:
                 )
 
 
-def test_fewer_ranks_than_gpus_take_the_first_ones() -> None:
+def test_fewer_ranks_than_gpus_use_the_first_gpus() -> None:
     groups = {"actor": {"resources": {"gpus_per_node": 8}}}
     config = load(
         [], {"layout": "jobs", "model.device": "cuda", "groups": groups, "actor.parallel.data": 2}
@@ -106,7 +115,7 @@ def test_fewer_ranks_than_gpus_take_the_first_ones() -> None:
 
 
 @pytest.mark.parametrize("flags", [{"tp_size": 2}, {"dp_size": 2}, {"pp_size": 2}], ids=str)
-def test_a_rollout_beside_ranks_has_a_share_for_each_engine_on_every_socket(
+def test_a_rollout_with_ranks_has_a_share_for_each_engine_on_every_socket(
     flags: dict[str, int],
 ) -> None:
     groups = {
@@ -120,17 +129,17 @@ def test_a_rollout_beside_ranks_has_a_share_for_each_engine_on_every_socket(
         [], {"layout": "jobs", "model.device": "cuda", "groups": groups | {"rollout": None}} | sizes
     )
     machine = node(2, 32)
-    found = divide_cores(
+    shares = divide_cores(
         machine, list_ranks_of_node(config, "actor", domains_of_gpus(config, "actor", machine))
     )
-    assert [len(found["rollout", 0] & set(range(first, first + 32))) for first in (0, 32)] == [
+    assert [len(shares["rollout", 0] & set(range(first, first + 32))) for first in (0, 32)] == [
         16,
         16,
     ]
-    assert [len(found["actor", rank]) for rank in range(8)] == [4] * 8
+    assert [len(shares["actor", rank]) for rank in range(8)] == [4] * 8
 
 
-def test_the_machine_says_where_cores_and_gpus_are(tmp_path: Path) -> None:
+def test_cores_and_numa_nodes_of_gpus_are_read_from_sysfs(tmp_path: Path) -> None:
     cpus, numa, driver, pci = (tmp_path / name for name in ("cpu", "node", "gpus", "pci"))
     for cpu in range(8):
         (cpus / f"cpu{cpu}/topology").mkdir(parents=True)
@@ -138,18 +147,18 @@ def test_the_machine_says_where_cores_and_gpus_are(tmp_path: Path) -> None:
     for number, text in enumerate(("0-1,4-5\n", "2-3,6-7\n", "\n")):
         (numa / f"node{number}").mkdir(parents=True)
         (numa / f"node{number}/cpulist").write_text(text)
-    both = [Core((0, 4), 0), Core((1, 5), 0), Core((2, 6), 1), Core((3, 7), 1)]
-    assert read_cores(set(range(8)), cpus, numa) == both
+    expected = [Core((0, 4), 0), Core((1, 5), 0), Core((2, 6), 1), Core((3, 7), 1)]
+    assert read_cores(set(range(8)), cpus, numa) == expected
     assert read_cores({1, 3, 7}, cpus, numa) == [Core((1,), 0), Core((3, 7), 1)], (
-        "of those that it may use"
+        "only cores that the process may use"
     )
-    for minor, (bus, where) in enumerate(
+    for minor, (bus, numa_node) in enumerate(
         {"0000:1B:00.0": "1", "0000:9c:00.0": "0", "0000:aa:00.0": "-1"}.items()
     ):
         (driver / bus).mkdir(parents=True)
         (driver / bus / "information").write_text(f"Model: \t X\nDevice Minor: \t {minor}\n")
         (pci / bus.lower()).mkdir(parents=True)
-        (pci / bus.lower() / "numa_node").write_text(f"{where}\n")
+        (pci / bus.lower() / "numa_node").write_text(f"{numa_node}\n")
     assert numa_of_gpus({}, driver, pci) == [1, 0, -1]
     assert numa_of_gpus({"SLURM_STEP_GPUS": "2,0", "CUDA_VISIBLE_DEVICES": "0,1"}, driver, pci) == [
         -1,
@@ -157,9 +166,8 @@ def test_the_machine_says_where_cores_and_gpus_are(tmp_path: Path) -> None:
     ]
     assert numa_of_gpus({}, tmp_path / "none", pci) == []
     assert (parse_cpu_list("0-2,8\n"), parse_cpu_list("\n")) == ([0, 1, 2, 8], [])
-    assert {
-        cpu for core in read_cores(os.sched_getaffinity(0)) for cpu in core.cpus
-    } == os.sched_getaffinity(0)
+    own_cores = read_cores(os.sched_getaffinity(0))
+    assert set().union(*(core.cpus for core in own_cores)) == os.sched_getaffinity(0)
 
 
 # -- on a real Slurm -------------------------------------------------------------------------------
@@ -183,7 +191,7 @@ while not (folder / "end").exists() and time.monotonic() < deadline:
 
 
 class Forward:
-    """A job of a group of two roles, its steps started by what starts those of a run."""
+    """A job of a group of two roles, whose steps `StepLauncher` starts as in a run."""
 
     def __init__(
         self, sandbox: Sandbox, folder: Path, config: Config, cpus: int, *options: str
@@ -192,8 +200,14 @@ class Forward:
         self.run, self.config = RunDir(folder), config
         dump(config, self.run.config)
         (folder / "take.py").write_text(TAKE)
-        words = ("sbatch", "--parsable", f"--cpus-per-task={cpus}", "--output=/dev/null", *options)
-        self.job = sandbox.client(*words, "--wrap=sleep 120").strip()
+        command = (
+            "sbatch",
+            "--parsable",
+            f"--cpus-per-task={cpus}",
+            "--output=/dev/null",
+            *options,
+        )
+        self.job = sandbox.client(*command, "--wrap=sleep 120").strip()
         until(
             lambda: "RUNNING" in sandbox.client("squeue", "--noheader", "--format=%T"),
             30.0,
@@ -203,12 +217,14 @@ class Forward:
         self.launcher = StepLauncher(self.run, config, Slurm(), allocation, lambda: None)
 
     def start(self, prefix: tuple[str, ...] = ()) -> dict[str, dict]:
-        """What each rank of both roles says of itself while all of them run."""
+        """Facts that each rank of both roles reports while all ranks run, by file name."""
         steps, ranks = [], 0
         for role in group_roles(self.config, "forward"):
-            words = self.launcher._srun(self.config, "forward", role, 1)
+            command = self.launcher._srun(self.config, "forward", role, 1)
             ranks += int(
-                next(word for word in words if word.startswith("--ntasks=")).partition("=")[2]
+                next(option for option in command if option.startswith("--ntasks=")).partition("=")[
+                    2
+                ]
             )
             variables = step_environment(self.config, "forward") | {
                 "SLURM_CONF": str(self.sandbox.conf)
@@ -218,7 +234,7 @@ class Forward:
                 subprocess.Popen(
                     [
                         *prefix,
-                        *words,
+                        *command,
                         sys.executable,
                         str(self.folder / "take.py"),
                         str(self.folder),
@@ -231,7 +247,7 @@ class Forward:
             until(
                 lambda: len(list(self.folder.glob("*.json"))) == ranks,
                 60.0,
-                "not all ranks have come",
+                "not all ranks have reported",
             )
         finally:
             (self.folder / "end").touch()
@@ -257,63 +273,65 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sandbox], None]:
 
 
 @pytest.mark.slurm
-def test_two_steps_on_one_node_have_cores_of_their_own(
+def test_two_steps_on_one_node_have_disjoint_cores(
     tmp_path: Path, environ: Callable[[Sandbox], None]
 ) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two CPUs to divide")
-    with private_sandbox(nodes=1, cpus=2, bind=True, gpus=0) as own:
-        environ(own)
+    with private_sandbox(nodes=1, cpus=2, bind=True, gpus=0) as sandbox:
+        environ(sandbox)
         config = forward(1)
         config.site.setup = ["ulimit -n 777"]
-        found = Forward(own, tmp_path, config, 2).start(
+        facts_of_ranks = Forward(sandbox, tmp_path, config, 2).start(
             ("bash", "-c", 'ulimit -n 777; exec "$@"', "limited")
         )
-        assert {name: facts["before"] for name, facts in found.items()} == {
-            name: [0, 1] for name in found
+        assert {name: facts["before"] for name, facts in facts_of_ranks.items()} == {
+            name: [0, 1] for name in facts_of_ranks
         }
-        assert sorted(facts["after"] for facts in found.values()) == [[0], [1]]
-        assert {facts["files"] for facts in found.values()} == {777}, "limits come along"
-        other = tmp_path / "slurms own"
-        other.mkdir()
+        assert sorted(facts["after"] for facts in facts_of_ranks.values()) == [[0], [1]]
+        assert {facts["files"] for facts in facts_of_ranks.values()} == {777}, (
+            "limits are inherited"
+        )
+        second_folder = tmp_path / "slurms own"
+        second_folder.mkdir()
         config.site.srun_options = {"cpu-bind": "cores"}
-        found = Forward(own, other, config, 2).start()
-        assert all(facts["before"] == facts["after"] for facts in found.values()), (
-            "then Slurm binds"
+        facts_of_ranks = Forward(sandbox, second_folder, config, 2).start()
+        assert all(facts["before"] == facts["after"] for facts in facts_of_ranks.values()), (
+            "with cpu-bind, Slurm binds and relax_hpc does not"
         )
 
 
 @pytest.mark.slurm
-def test_slurmctld_gives_each_step_all_64_cores_and_the_plan_divides_them(
+def test_each_step_gets_all_64_cores_and_the_plan_divides_them(
     tmp_path: Path, environ: Callable[[Sandbox], None]
 ) -> None:
-    """Read off its own choice, as this machine has not so many."""
+    """The cores are read from the log of slurmctld, because this machine has fewer than 64."""
     with private_sandbox(
         nodes=1, cpus=64, sockets=2, memory=9000, gpus=0, extra=("DebugFlags=Steps",)
-    ) as own:
-        environ(own)
+    ) as sandbox:
+        environ(sandbox)
         config = forward(8)
         config.groups["forward"].resources.cpus_per_task = 4
-        run = Forward(own, tmp_path, config, 4, "--ntasks-per-node=16")
-        run.start()
-        until(lambda: len(picked(own)) == 2, 10.0, "slurmctld says nothing of two steps")
-        for step in picked(own):
-            assert step == {(socket, core) for socket in range(2) for core in range(32)}
+        job = Forward(sandbox, tmp_path, config, 4, "--ntasks-per-node=16")
+        job.start()
+        until(lambda: len(picked_cores(sandbox)) == 2, 10.0, "slurmctld says nothing of two steps")
+        for step in picked_cores(sandbox):
+            assert step == set(product(range(2), range(32)))
         machine = node(2, 32)
-        found = divide_cores(
+        shares = divide_cores(
             machine,
             list_ranks_of_node(config, "forward", domains_of_gpus(config, "forward", machine)),
         )
-        assert sorted(cpu for share in found.values() for cpu in share) == list(range(64))
+        assert sorted(chain.from_iterable(shares.values())) == list(range(64))
 
 
-def picked(sandbox: Sandbox) -> list[set[tuple[int, int]]]:
-    """Socket and core of each core that slurmctld picked, a set a step."""
-    found: list[set[tuple[int, int]]] = []
+def picked_cores(sandbox: Sandbox) -> list[set[tuple[int, int]]]:
+    """Sets of (socket, core) that slurmctld picked_cores, one set for each step."""
+    cores_of_steps: list[set[tuple[int, int]]] = []
     for line in (sandbox.folder / "log/slurmctld.log").read_text().splitlines():
         if match := re.search(r"_pick_step_core: alloc Node:0 Socket:(\d+) Core:(\d+)", line):
             core = (int(match[1]), int(match[2]))
-            if not found or core in found[-1]:
-                found.append(set())
-            found[-1].add(core)
-    return found
+            if not cores_of_steps or core in cores_of_steps[-1]:
+                cores_of_steps.append(set())
+            cores_of_steps[-1].add(core)
+    return cores_of_steps

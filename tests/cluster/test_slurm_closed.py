@@ -53,7 +53,7 @@ def another_rider_leads(live: SlurmRun) -> None:
     holder = live.lease_holder()
     with live.only("hub", "kill -9 of a supervisor on a node of rollout"):
         psutil.Process(holder["pid"]).kill()
-        live.supervised_anew(holder["incarnation"])
+        live.await_new_supervisor(holder["incarnation"])
 
 
 def the_successor_takes_over(live: SlurmRun, successor: str) -> None:
@@ -63,7 +63,7 @@ def the_successor_takes_over(live: SlurmRun, successor: str) -> None:
     live.sandbox.kill_node(node, down=True)
     live.sandbox.start_node(node)
     live.wait_until(lambda: live.job("hub") == successor, "the successor has started", 2 * START_S)
-    live.goes_on()
+    live.train_steps()
     live.wait_until(
         lambda: f"{spare} " not in live.queued(), "the job that the actor had is gone", START_S
     )

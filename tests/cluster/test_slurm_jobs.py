@@ -26,7 +26,7 @@ from tests.cluster.slurm_runs import (
     LEASE_S,
     START_S,
     SlurmRun,
-    killing,
+    kill_fault,
     submitted,
 )
 from tests.helpers.run_helpers import ALL, rollbacks, with_engine
@@ -76,10 +76,12 @@ def live(run: SlurmRun) -> SlurmRun:
         pytest.param("rollout", "rollout", 0, "", marks=in_all),
     ],
 )
-def test_a_rank_dies(live: SlurmRun, group: str, role: str, rank: int, moment: str) -> None:
+def test_a_group_restarts_after_the_death_of_a_rank(
+    live: SlurmRun, group: str, role: str, rank: int, moment: str
+) -> None:
     """Its job starts the group again in place."""
     job = live.job(group)
-    with live.only(group, killing(role, moment)):
+    with live.only(group, kill_fault(role, moment)):
         live.kill(role, rank, moment)
     assert live.job(group) == job
 
@@ -137,7 +139,7 @@ def test_the_leading_node_of_the_hub_is_lost(live: SlurmRun) -> None:
     job, holder = live.job("hub"), live.lease_holder("supervisor-hub")
     with live.only("hub", "power loss of the leading node of the hub"):
         live.sandbox.kill_node(holder["node"])
-        live.supervised_anew(holder["incarnation"], "supervisor-hub")
+        live.await_new_supervisor(holder["incarnation"], "supervisor-hub")
     assert live.job("hub") == job and live.lease_holder("supervisor-hub")["node"] != holder["node"]
     live.sandbox.start_node(holder["node"], rebooted=True)
 
@@ -196,7 +198,7 @@ def test_all_processes_are_killed(live: SlurmRun) -> None:
     assert_continues(live)
     live.wait_until(lambda: live.job("hub") != former["hub"], "the hub has another job", START_S)
     assert_continues(live)
-    live.goes_on()
+    live.train_steps()
     live.survived("kill -9 of all processes of the run")
     assert not set(former.values()) & {live.job(group) for group in GROUPS}
 
@@ -252,7 +254,7 @@ def test_rollout_is_scaled_out_and_in(live: SlurmRun) -> None:
     found = groups(live)
     assert found["rollout-2"]["job"] == member and found["rollout-2"]["time_left_s"] < 1800
     live.call("scale", "--replicas", "1")
-    live.goes_on()
+    live.train_steps()
     live.survived("scale out by a replica, and in again")
     assert "rollout-2" not in groups(live) and member not in live.queued()
 
@@ -263,9 +265,9 @@ def test_commands_show_what_it_is_at(live: SlurmRun) -> None:
     assert "running" in listed and groups(live)["rollout"]["job"] in listed
 
 
-def test_slurm_is_restarted(live: SlurmRun) -> None:
+def test_no_group_restarts_with_slurm(live: SlurmRun) -> None:
     """slurmctld and every slurmd are killed and come again: nobody notices."""
-    with live.nobody_notices("restart of slurmctld and every slurmd"):
+    with live.no_group_restarts("restart of slurmctld and every slurmd"):
         live.restart_slurm()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from relax_hpc.cluster.sandbox import Sandbox
 from tests.cluster import gate
-from tests.cluster.slurm_runs import START_S, SlurmRun, killing, submitted
+from tests.cluster.slurm_runs import START_S, SlurmRun, kill_fault, submitted
 from tests.effort import effort
 from tests.helpers.run_helpers import ALL, final_weights, merged, queue_rows, trained_steps
 from tests.helpers.slurm_sandbox import requires_sandbox
@@ -104,7 +104,7 @@ def test_a_full_disk_is_noticed_by_everybody_and_ends_nobody(
         name = "supervisor" if layout == "het" else "supervisor-hub"
         live.wait_for_step(2)
         head = live.wait_until(lambda: live.lease_holder(name), "somebody supervises", START_S)
-        with live.nobody_notices(f"a disk without room for {FULL_S:.0f} s"):
+        with live.no_group_restarts(f"a disk without room for {FULL_S:.0f} s"):
             disk.fill()
             live.wait_until(lambda: full(live), "status says so", 10.0)
             live.wait_until(
@@ -132,4 +132,4 @@ def deaths(live: SlurmRun, mode: str, gate_folder: Path | None = None) -> None:
                 )
                 gate.open_again(gate_folder)
             live.kill(role, moment="training" if role == "actor" else "")
-            live.survived(killing(role) + mode)
+            live.survived(kill_fault(role) + mode)

@@ -67,7 +67,7 @@ def test_who_waits_for_a_queued_group_is_not_judged(sandbox: Sandbox, tmp_path: 
         if ALL:
             live.resume(ENDLESS)
             sandbox.client("scontrol", "release", live.job("actor"))
-            live.goes_on()
+            live.train_steps()
             # Killed before it could say that its job was cancelled: the supervisors of the others
             # ask Slurm about it.
             psutil.Process(live.lease_holder("supervisor-hub")["pid"]).suspend()

@@ -1,5 +1,4 @@
-"""Work in a watched child: its end is told however it comes, signals reach it, and it never
-outlives its watcher."""
+"""A watched child: its watcher gets every exit and passes signals on; the child ends with it."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def say(*words):
     print(*words, flush=True)
 
 def work():
-    say("works", os.getpid(), os.getppid())
+    say("started", os.getpid(), os.getppid())
     if what == "signals":
         # A handler does not run if its signal comes just before signal.pause().
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -57,12 +56,12 @@ Start = Callable[..., subprocess.Popen]
 def start() -> Iterator[Start]:
     processes: list[subprocess.Popen] = []
 
-    def start(what: str, lives: int = 1) -> subprocess.Popen:
-        words = [sys.executable, "-c", PROGRAM, what, str(lives)]
+    def start(behaviour: str, lives: int = 1) -> subprocess.Popen:
+        command = [sys.executable, "-c", PROGRAM, behaviour, str(lives)]
         root = Path(__file__).resolve().parents[2]
         processes.append(
             subprocess.Popen(
-                words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root
             )
         )
         return processes[-1]
@@ -73,37 +72,39 @@ def start() -> Iterator[Start]:
         process.communicate(timeout=10)
 
 
-def works(process: subprocess.Popen) -> int:
-    """The pid of the child, once it has begun."""
-    word, child, parent = process.stdout.readline().split()
-    assert word == "works" and int(parent) == process.pid
+def started_child(process: subprocess.Popen) -> int:
+    """Wait until the child has started, and return its pid."""
+    event, child, parent = process.stdout.readline().split()
+    assert event == "started" and int(parent) == process.pid
     return int(child)
 
 
-@pytest.mark.parametrize(("what", "code"), [("0", 0), ("75", 75), ("raises", 1)])
-def test_a_child_that_ends_is_told_with_its_code(start: Start, what: str, code: int) -> None:
-    process = start(what)
-    works(process)
+@pytest.mark.parametrize(("behaviour", "code"), [("0", 0), ("75", 75), ("raises", 1)])
+def test_the_watcher_gets_the_exit_code_of_its_child(
+    start: Start, behaviour: str, code: int
+) -> None:
+    process = start(behaviour)
+    started_child(process)
     assert process.stdout.read() == f"ended {code}\n" and process.wait(60) == 7
-    assert ("ValueError: a bug" in process.stderr.read()) == (what == "raises")
+    assert ("ValueError: a bug" in process.stderr.read()) == (behaviour == "raises")
 
 
-def test_a_child_that_is_killed_is_told_with_the_signal_and_works_again(start: Start) -> None:
+def test_the_watcher_gets_the_signal_and_restarts_a_killed_child(start: Start) -> None:
     process = start("waits", lives=3)
     for _ in range(3):
-        child = works(process)
+        child = started_child(process)
         assert process.stdout.readline() == "ready\n"
         os.kill(child, signal.SIGKILL)
         assert process.stdout.readline() == "ended -9\n"
     assert process.wait(60) == 7
 
 
-def test_stop_signals_reach_the_child_of_every_life(start: Start) -> None:
+def test_stop_signals_reach_every_restarted_child(start: Start) -> None:
     process = start("signals", lives=2)
     for _ in range(2):
-        child = works(process)
+        child = started_child(process)
         assert process.stdout.readline() == "ready\n"
-        # So often that some come just before the watcher's wait.
+        # With this many signals, some arrive just before the watcher waits.
         for number in 20 * STOP_SIGNALS:
             process.send_signal(number)
             assert process.stdout.readline() == f"got {int(number)}\n"
@@ -111,13 +112,13 @@ def test_stop_signals_reach_the_child_of_every_life(start: Start) -> None:
         assert process.stdout.readline() == "ended -9\n"
 
 
-def test_a_hangup_that_nohup_has_ignored_stays_ignored(start: Start) -> None:
+def test_a_hangup_that_nohup_ignores_stays_ignored(start: Start) -> None:
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         process = start("waits")
     finally:
         signal.signal(signal.SIGHUP, former)
-    child = works(process)
+    child = started_child(process)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGHUP)
     os.kill(child, signal.SIGHUP)
@@ -137,7 +138,7 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored(start: Start) -> None:
     ],
 )
 def test_a_hangup_is_one_request_to_stop(signals: list[signal.Signals], requests: int) -> None:
-    """Its shell and the kernel both send SIGHUP, and a login manager SIGTERM too."""
+    """At a hangup the shell and the kernel both send SIGHUP, and a login manager also SIGTERM."""
     former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     calls: list[int] = []
     try:
@@ -152,9 +153,9 @@ def test_a_hangup_is_one_request_to_stop(signals: list[signal.Signals], requests
     assert len(calls) == requests
 
 
-def test_a_signal_that_the_child_does_not_take_ends_it(start: Start) -> None:
+def test_an_unhandled_signal_ends_the_child(start: Start) -> None:
     process = start("waits")
-    works(process)
+    started_child(process)
     assert process.stdout.readline() == "ready\n"
     process.terminate()
     assert process.stdout.readline() == "ended -15\n"
@@ -162,7 +163,7 @@ def test_a_signal_that_the_child_does_not_take_ends_it(start: Start) -> None:
 
 def test_the_child_dies_with_its_watcher(start: Start) -> None:
     process = start("signals")
-    child = psutil.Process(works(process))
+    child = psutil.Process(started_child(process))
     process.kill()
     assert psutil.wait_procs([child], timeout=10)[1] == []
 
@@ -173,52 +174,52 @@ from relax_hpc.net.rendezvous.process import flag_stop_signals
 
 stop = flag_stop_signals(raises=False, is_led="led" in sys.argv)
 for line in sys.stdin:
-    print("asked to stop" if stop.is_set() else "goes on", flush=True)
+    print("asked to stop" if stop.is_set() else "works", flush=True)
 """
 
 
-def test_a_storm_of_signals_stops_no_process_from_working() -> None:
-    """Slurm signals every process of a step, and who watches one passes it on: handlers interrupt
-    each other."""
-    words = [sys.executable, "-c", STORM]
+def test_a_process_works_after_thousands_of_signals() -> None:
+    """Slurm signals every process of a step, and watchers pass signals on. Handlers interrupt each
+    other."""
+    command = [sys.executable, "-c", STORM]
     with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
 
-        def says() -> str:
-            process.stdin.write("how is it?\n")
+        def ask_state() -> str:
+            process.stdin.write("state?\n")
             process.stdin.flush()
             return process.stdout.readline().strip()
 
         try:
-            assert says() == "goes on"
+            assert ask_state() == "works"
             for _ in range(10_000):
                 process.send_signal(signal.SIGUSR2)
                 process.send_signal(signal.SIGTERM)
-            assert says() == "asked to stop"
+            assert ask_state() == "asked to stop"
         finally:
             process.kill()
 
 
-def test_who_is_led_ends_by_its_parents_word_alone() -> None:
-    """Slurm signals the processes below a batch script too, whose head knows what is to be saved
-    before they end."""
-    words = [sys.executable, "-c", STORM, "led"]
+def test_a_led_process_stops_only_at_the_signal_of_its_parent() -> None:
+    """Slurm also signals processes below a batch script. Its head decides what to save before they
+    end."""
+    command = [sys.executable, "-c", STORM, "led"]
     with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
 
-        def says(*signals: signal.Signals) -> str:
+        def ask_state(*signals: signal.Signals) -> str:
             for number in signals:
                 process.send_signal(number)
-            process.stdin.write("how is it?\n")
+            process.stdin.write("state?\n")
             process.stdin.flush()
             return process.stdout.readline().strip()
 
         try:
-            assert says() == "goes on"
-            assert says(signal.SIGTERM, signal.SIGINT, signal.SIGTERM) == "goes on"
-            assert says(END_SIGNAL) == "asked to stop"
+            assert ask_state() == "works"
+            assert ask_state(signal.SIGTERM, signal.SIGINT, signal.SIGTERM) == "works"
+            assert ask_state(END_SIGNAL) == "asked to stop"
         finally:
             process.kill()
 
@@ -231,7 +232,7 @@ from relax_hpc.roles import __main__ as roles
 def serve(args, config, run, stop):
     condition = threading.Condition()
     with condition:
-        condition.release()  # As a wait has done until its end.
+        condition.release()  # A wait holds no lock until it returns.
         os.kill(os.getpid(), signal.SIGUSR2)
         if "bug" in sys.argv:
             raise KeyError("unasked")
@@ -244,23 +245,25 @@ sys.exit(roles.work(roles.parse(words)))
 """
 
 
-@pytest.mark.parametrize(("more", "status"), [([], "stopped"), (["bug"], "failed")])
-def test_a_stop_at_the_end_of_a_wait_is_no_failure(
-    more: list[str], status: str, tmp_path: Path
+@pytest.mark.parametrize(("arguments", "status"), [([], "stopped"), (["bug"], "failed")])
+def test_a_stop_at_the_end_of_a_wait_is_not_a_failure(
+    arguments: list[str], status: str, tmp_path: Path
 ) -> None:
-    """The wait has no lock then, so that leaving it raises a RuntimeError."""
-    mark = RunDir(tmp_path).exit_mark("reference", 1, "reference")
-    mark.parent.mkdir(parents=True)
-    done = subprocess.run(
-        [sys.executable, "-c", CUT_SHORT, str(tmp_path), *more], stderr=subprocess.PIPE, text=True
+    """The wait does not hold its lock then, so that leaving it raises a RuntimeError."""
+    mark_path = RunDir(tmp_path).exit_mark("reference", 1, "reference")
+    mark_path.parent.mkdir(parents=True)
+    process = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT, str(tmp_path), *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    found = json.loads(mark.read_text())
-    assert done.returncode == 75 and found["status"] == status, done.stderr
-    assert (found["reason"] == "asked to stop") == (status == "stopped")
+    mark = json.loads(mark_path.read_text())
+    assert process.returncode == 75 and mark["status"] == status, process.stderr
+    assert (mark["reason"] == "asked to stop") == (status == "stopped")
 
 
 def test_a_role_and_its_children_write_no_core_files() -> None:
-    """One of a rank with pinned memory would fill a disk."""
+    """A core file of a rank with pinned memory would fill a disk."""
     program = """
 import resource, subprocess, sys
 from relax_hpc.net.rendezvous.process import forbid_core_files

@@ -1,5 +1,4 @@
-"""Rows of files that are learned from as they are: which of their tokens are learned, and which
-rows are of no use."""
+"""Rows of demonstrations and preference pairs: tokens that are learned, and unusable rows."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ TEMPLATE = """{%- for message in messages %}
 {%- else %}{{ message.content + '</s>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<s>assistant>' }}{% endif %}"""
-FORGETS = TEMPLATE.replace(
+OMITS_REASONING = TEMPLATE.replace(
     "message.content +", "(message.content if loop.last else message.content.split('=') | last) +"
 )
-"""As templates of models that think: of an earlier turn the thoughts are left out."""
+"""Omits the reasoning of earlier turns, as templates of reasoning models do."""
 CHAT = [
     {"role": "user", "content": "21?"},
     {"role": "assistant", "content": "2,1=12"},
@@ -60,13 +59,13 @@ def read(
     template: str = TEMPLATE,
     **data: Any,
 ) -> tuple[Tokenizer, list[Example | BadLine]]:
-    """Each of ``rows`` as it is learned from, and the tokenizer."""
-    # One that was read is not read again.
+    """The tokenizer, and each of `rows` as an example or a bad line."""
+    # Templates are cached by path, so each template needs its own file.
     (path := model / f"{zlib.crc32(template.encode())}.jinja").write_text(template)
-    over = {"algorithm.name": algorithm, "data.chat_template": str(path) if template else ""}
+    overrides = {"algorithm.name": algorithm, "data.chat_template": str(path) if template else ""}
     tokenizer = load_tokenizer(model)
     rules = rules_of(
-        load([], over | {f"data.{key}": value for key, value in data.items()}), tokenizer
+        load([], overrides | {f"data.{key}": value for key, value in data.items()}), tokenizer
     )
     with rules.rendering():
         return tokenizer, [
@@ -75,66 +74,62 @@ def read(
         ]
 
 
-def learned(tokenizer: Tokenizer, one: Learned) -> list[str]:
-    """Texts that are learned, by themselves, special tokens included."""
-    parts, before = [], 0
-    for token, mask in zip(one.token_ids, one.loss_mask, strict=True):
-        parts += [""] if mask > before else []
-        parts[-1:] = [parts[-1] + tokenizer.name_of(token)] if mask else parts[-1:]
-        before = mask
-    return parts
+def learned_texts(tokenizer: Tokenizer, sequence: Learned) -> list[str]:
+    """Text of each learned span, special tokens included."""
+    texts, previous_mask = [], 0
+    for token, mask in zip(sequence.token_ids, sequence.loss_mask, strict=True):
+        texts += [""] if mask > previous_mask else []
+        texts[-1:] = [texts[-1] + tokenizer.name_of(token)] if mask else texts[-1:]
+        previous_mask = mask
+    return texts
 
 
-def test_what_the_assistant_says_is_learned_as_transformers_masks_it(model: Path) -> None:
+def test_loss_masks_equal_those_of_transformers(model: Path) -> None:
     requires("transformers")
     from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoTokenizer
 
-    _, (found,) = read(model, {"messages": CHAT})
-    theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(
+    _, (example,) = read(model, {"messages": CHAT})
+    expected = AutoTokenizer.from_pretrained(model).apply_chat_template(
         CHAT,
         chat_template=TEMPLATE,
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
-    assert [*found.sequences[0].token_ids] == theirs["input_ids"]
-    assert [*found.sequences[0].loss_mask] == theirs["assistant_masks"]
+    assert [*example.sequences[0].token_ids] == expected["input_ids"]
+    assert [*example.sequences[0].loss_mask] == expected["assistant_masks"]
 
 
-def test_a_turn_is_what_would_be_drawn_also_where_the_template_forgets_of_earlier_ones(
+def test_turns_have_the_tokens_of_generation_if_the_template_omits_earlier_reasoning(
     model: Path,
 ) -> None:
-    tokenizer, (found,) = read(model, {"messages": CHAT}, template=FORGETS)
-    assert learned(tokenizer, found.sequences[0]) == ["12</s>", "4,3=34</s>"]
+    tokenizer, (example,) = read(model, {"messages": CHAT}, template=OMITS_REASONING)
+    assert learned_texts(tokenizer, example.sequences[0]) == ["12</s>", "4,3=34</s>"]
 
 
-def test_of_a_prompt_and_an_answer_the_answer_alone_is_learned(model: Path) -> None:
+def test_only_the_answer_of_a_prompt_is_learned(model: Path) -> None:
     rows = (
         {"messages": CHAT[:3], "answer": "34"},
         {"prompt": CHAT[:1], "answer": "12"},
         {"prompt": "21?", "answer": "12"},
     )
-    tokenizer, found = read(model, *rows)
-    assert [learned(tokenizer, one.sequences[0]) for one in found] == [
+    tokenizer, examples = read(model, *rows)
+    assert [learned_texts(tokenizer, example.sequences[0]) for example in examples] == [
         ["34</s>"],
         ["12</s>"],
         ["12</s>"],
     ]
-    assert found[1].sequences == found[2].sequences
-    tokenizer, (plain, tokens) = read(
+    assert examples[1].sequences == examples[2].sequences
+    tokenizer, (text_example, token_example) = read(
         model, rows[2], {"token_ids": [1, 5, 6, 2], "prompt_len": 2}, template=""
     )
-    assert (
-        learned(tokenizer, plain.sequences[0]) == ["12</s>"]
-        and plain.sequences[0].token_ids[0] == tokenizer.bos_id
-    )
-    assert (
-        tokens.sequences == (Learned((1, 5, 6, 2), (0, 0, 1, 1)),)
-        and tokens.sequences[0].prompt_len == 2
-    )
+    assert learned_texts(tokenizer, text_example.sequences[0]) == ["12</s>"]
+    assert text_example.sequences[0].token_ids[0] == tokenizer.bos_id
+    assert token_example.sequences == (Learned((1, 5, 6, 2), (0, 0, 1, 1)),)
+    assert token_example.sequences[0].prompt_len == 2
 
 
 @pytest.mark.parametrize(
@@ -153,19 +148,22 @@ def test_of_a_prompt_and_an_answer_the_answer_alone_is_learned(model: Path) -> N
         {"prompt": "21?", "chosen": [CHAT[0], CHAT[1] | {"content": "12"}], "rejected": "21"},
     ],
 )
-def test_of_a_pair_what_differs_is_learned_however_it_is_written(
+def test_the_differing_turns_of_a_pair_are_learned_in_every_format(
     model: Path, row: dict[str, Any]
 ) -> None:
-    tokenizer, (found,) = read(model, row, algorithm="dpo")
-    assert [learned(tokenizer, one) for one in found.sequences] == [["12</s>"], ["21</s>"]]
-    assert len({one.token_ids[: one.prompt_len] for one in found.sequences}) == 1
+    tokenizer, (example,) = read(model, row, algorithm="dpo")
+    assert [learned_texts(tokenizer, sequence) for sequence in example.sequences] == [
+        ["12</s>"],
+        ["21</s>"],
+    ]
+    assert len({sequence.token_ids[: sequence.prompt_len] for sequence in example.sequences}) == 1
 
 
-def reasons(found: Sequence[Example | BadLine]) -> list[str]:
-    return [one.reason if isinstance(one, BadLine) else "" for one in found]
+def reasons(results: Sequence[Example | BadLine]) -> list[str]:
+    return [result.reason if isinstance(result, BadLine) else "" for result in results]
 
 
-def test_rows_of_no_use_have_a_reason(model: Path) -> None:
+def test_unusable_rows_have_a_reason(model: Path) -> None:
     rows = {
         "missing_field": {"prompt": "21?"},
         "wrong_type": {"prompt": "21?", "answer": 12},
@@ -185,15 +183,14 @@ def test_rows_of_no_use_have_a_reason(model: Path) -> None:
         "wrong_type",
         "empty_answer",
     ]
-    greedy = TEMPLATE.replace("'<s>assistant>'", "'<s>model>'")
-    endless = TEMPLATE.replace("message.content + '</s>'", "message.content")
-    for template in (greedy, endless):
+    wrong_start = TEMPLATE.replace("'<s>assistant>'", "'<s>model>'")
+    no_end = TEMPLATE.replace("message.content + '</s>'", "message.content")
+    for template in (wrong_start, no_end):
         assert reasons(read(model, {"messages": CHAT}, template=template)[1]) == ["chat_template"]
 
 
 def test_an_answer_that_repeats_its_prompt_is_refused(model: Path) -> None:
-    """Whole texts beside their prompts, as some sets of pairs have them: the prompt would stand
-    twice."""
+    """Answers of some pair data sets contain the prompt, which would then appear twice."""
     tokenizer = load_tokenizer(model)
     sft, dpo = (rules_of(load([], {"algorithm.name": name}), tokenizer) for name in ("sft", "dpo"))
     prompt = "1+2, 3+4, and 5+6?"
@@ -207,17 +204,16 @@ def test_an_answer_that_repeats_its_prompt_is_refused(model: Path) -> None:
     assert not isinstance(sft.read(1, {"prompt": "12", "answer": "123"}, tokenizer), BadLine)
 
 
-def test_a_file_is_indexed_by_what_is_learned_of_its_rows(model: Path, tmp_path: Path) -> None:
-    good = [{"id": n, "prompt": f"{n}?", "answer": str(n)} for n in range(9)]
+def test_an_index_of_examples_has_the_rows_of_its_algorithm(model: Path, tmp_path: Path) -> None:
+    good = [{"id": number, "prompt": f"{number}?", "answer": str(number)} for number in range(9)]
     (path := tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in [*good, {"id": "bad"}])
     )
     tokenizer = load_tokenizer(model)
     sft, dpo = (rules_of(load([], {"algorithm.name": name}), tokenizer) for name in ("sft", "dpo"))
     rows = open_prompts(path, tmp_path / "i.index", tokenizer, sft, 0.2)
-    assert [one.prompt_id for one in rows] == [str(n) for n in range(9)] and reasons(rows.bad) == [
-        "missing_field"
-    ]
+    assert [example.prompt_id for example in rows] == [str(number) for number in range(9)]
+    assert reasons(rows.bad) == ["missing_field"]
     with pytest.raises(
         ConfigError, match=r"10 of 10 lines are bad: 10 missing_field .*no chosen, no rejected"
     ):

@@ -1,5 +1,4 @@
-"""Rows with media: where they may name them, what places a prompt has, and what is said of rows
-that are none."""
+"""Rows with media: how they name files, placeholders of their prompts, and reasons of bad rows."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ DATA = DataConfig(max_prompt_tokens=64)
 HEARS = "qwen3_omni_moe, qwen3_omni_moe_thinker"
 URI = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
 FOUR = [START, *[IMAGE] * 4, END]
-"""Place for 64 x 64 pixels."""
+"""Placeholder tokens for an image of 64 x 64 pixels."""
 CHAT = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in "
     "m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else "
@@ -61,15 +60,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def read(
     rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, folder: Path, **data: Any
 ) -> tuple[list[Prompt], list[BadLine]]:
-    """Prompts and bad lines of a file of ``rows``, beside which lies one picture of 96 x 64
-    pixels."""
+    """Prompts and bad lines of a file of `rows`; `folder` also has an image of 96 x 64 pixels."""
     (folder / "pictures").mkdir(exist_ok=True)
     (folder / "pictures" / "one.png").write_bytes(png(96, 64))
     path = folder / "rows.jsonl"
-    named = ({"id": str(number), "answer": "a", **row} for number, row in enumerate(rows))
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in named))
-    how = PromptRules.from_config(DataConfig(max_prompt_tokens=64, **data), tokenizer, folder)
-    return load_prompts(path, tokenizer, how, 1.0)
+    complete_rows = ({"id": str(number), "answer": "a", **row} for number, row in enumerate(rows))
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in complete_rows))
+    rules = PromptRules.from_config(DataConfig(max_prompt_tokens=64, **data), tokenizer, folder)
+    return load_prompts(path, tokenizer, rules, 1.0)
 
 
 def test_a_medium_is_a_path_a_file_a_data_uri_or_bytes(
@@ -90,7 +88,9 @@ def test_a_medium_is_a_path_a_file_a_data_uri_or_bytes(
     ].spans == ((2, 4),)
 
 
-def test_parquet_holds_bytes_as_data_sets_do(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_bytes_of_media_in_parquet_are_read_as_datasets_writes_them(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -100,24 +100,25 @@ def test_parquet_holds_bytes_as_data_sets_do(tokenizer: Tokenizer, tmp_path: Pat
         {"bytes": png(seed=1), "path": "lost.png"},
     ]
     parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet")
-    how = PromptRules.from_config(
+    rules = PromptRules.from_config(
         DataConfig(multimodal_keys={"image": "picture"}), tokenizer, tmp_path
     )
-    found = open_prompts(tmp_path / "rows.parquet", tmp_path / "index", tokenizer, how, 0.0)
-    assert [one.media[0].source for one in found] == [png(), png(seed=1)]
+    prompts = open_prompts(tmp_path / "rows.parquet", tmp_path / "index", tokenizer, rules, 0.0)
+    assert [prompt.media[0].source for prompt in prompts] == [png(), png(seed=1)]
 
 
-def test_parts_of_messages_and_marks_in_them_are_places(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_content_parts_and_marks_become_placeholders(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(CHAT)
-    parts = [
+    content_parts = [
         {"type": "text", "text": "a<image>b"},
         {"type": "image_url", "image_url": {"url": URI}},
         {"type": "image"},
     ]
     rows = [
-        {"messages": [{"role": "user", "content": parts}], "images": ["pictures/one.png", URI]},
+        {
+            "messages": [{"role": "user", "content": content_parts}],
+            "images": ["pictures/one.png", URI],
+        },
         {"messages": [{"role": "user", "content": "x<image>"}], "images": [URI]},
         {"messages": [{"role": "user", "content": "x<image>"}]},
         {"prompt": "<image>y", "images": [URI]},
@@ -130,10 +131,15 @@ def test_parts_of_messages_and_marks_in_them_are_places(
             ]
         },
     ]
-    found, bad = read(rows, tokenizer, tmp_path, chat_template=str(tmp_path / "chat.jinja"))
+    prompts, bad = read(rows, tokenizer, tmp_path, chat_template=str(tmp_path / "chat.jinja"))
     assert [(line.line, line.reason) for line in bad] == [(5, "kind_not_taken")]
-    assert [[medium.tokens for medium in one.media] for one in found] == [[6, 4, 4], [4], [], [4]]
-    first = found[0]
+    assert [[medium.tokens for medium in prompt.media] for prompt in prompts] == [
+        [6, 4, 4],
+        [4],
+        [],
+        [4],
+    ]
+    first = prompts[0]
     assert [first.media[0].source, first.media[2].source] == [
         tmp_path / "pictures" / "one.png",
         png(),
@@ -143,7 +149,7 @@ def test_parts_of_messages_and_marks_in_them_are_places(
         assert first.token_ids[start - 1] == START and first.token_ids[start + length] == END
         assert set(first.token_ids[start : start + length]) == {IMAGE}
     # A mark is text in a row that names no image.
-    assert found[2].text == "x<image>" and IMAGE not in found[2].token_ids
+    assert prompts[2].text == "x<image>" and IMAGE not in prompts[2].token_ids
 
 
 def test_tokens_have_one_placeholder_for_each_medium(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -154,13 +160,13 @@ def test_tokens_have_one_placeholder_for_each_medium(tokenizer: Tokenizer, tmp_p
             "level": 3,
         }
     ]
-    (found,), _ = read(rows, tokenizer, tmp_path)
-    assert list(found.token_ids) == [1, *FOUR, 9, *[IMAGE] * 6]
-    assert [medium.spans for medium in found.media] == [((2, 4),), ((8, 6),)]
-    assert found.metadata == {"level": 3}
+    (prompt,), _ = read(rows, tokenizer, tmp_path)
+    assert list(prompt.token_ids) == [1, *FOUR, 9, *[IMAGE] * 6]
+    assert [medium.spans for medium in prompt.media] == [((2, 4),), ((8, 6),)]
+    assert prompt.metadata == {"level": 3}
 
 
-def test_bad_rows_are_named_by_line_and_reason(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_bad_rows_are_reported_with_line_and_reason(tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": "<image>?", "images": ["pictures/none.png"]},
         {"prompt": "<image>?", "images": [URI, URI]},
@@ -198,7 +204,7 @@ def test_bad_rows_are_named_by_line_and_reason(tokenizer: Tokenizer, tmp_path: P
 
 
 @pytest.mark.timeout(60)
-def test_a_row_that_names_no_file_that_can_be_read_is_named(
+def test_a_row_with_an_unreadable_file_name_is_reported(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "pipe.png")
@@ -221,7 +227,7 @@ def test_a_row_that_names_no_file_that_can_be_read_is_named(
     assert {line.reason for line in bad} == {"missing_file", "bad_uri", "broken_json"}
 
 
-def test_a_data_uri_is_refused_by_its_length_before_it_is_decoded(
+def test_a_long_data_uri_is_refused_before_it_is_decoded(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     content = base64.b64encode(bytes(20_000_000)).decode()
@@ -246,19 +252,17 @@ def test_a_data_uri_is_refused_by_its_length_before_it_is_decoded(
             source_of(uri, tmp_path, size - 3)
 
 
-def test_a_header_is_enough_for_the_index(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_index_reads_only_the_header_of_an_image(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(png()[:200])
-    (found,), bad = read([{"prompt": "<image>", "images": ["cut.png"]}], tokenizer, tmp_path)
-    assert not bad and found.media[0].tokens == 4
-    how = PromptRules.from_config(DATA, tokenizer, tmp_path).media
-    assert isinstance(how, MediaRules)
+    (prompt,), bad = read([{"prompt": "<image>", "images": ["cut.png"]}], tokenizer, tmp_path)
+    assert not bad and prompt.media[0].tokens == 4
+    media_rules = PromptRules.from_config(DATA, tokenizer, tmp_path).media
+    assert isinstance(media_rules, MediaRules)
     with pytest.raises(UnusableMedium):
-        load(found.media[0].source, how.rules)
+        load(prompt.media[0].source, media_rules.rules)
 
 
-def test_the_doctor_decodes_what_a_check_reads_the_header_of(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_the_doctor_decodes_media_completely(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(png()[:200])
     rows = [{"prompt": "<image>", "images": [name]} for name in (URI, "cut.png", "gone.png")] + [
         {"prompt": "text"}
@@ -267,21 +271,21 @@ def test_the_doctor_decodes_what_a_check_reads_the_header_of(
     data = DataConfig(max_prompt_tokens=64, max_bad_share=0.5, train=str(tmp_path / "rows.jsonl"))
     config = Config(model=ModelConfig(path=str(tokenizer.directory)), data=data)
     assert read_prompts(row_set(data.train), tokenizer, config).tally.counts == {"missing_file": 1}
-    (found,) = check_media(config)
-    assert found.severity == "warning"
+    (finding,) = check_media(config)
+    assert finding.severity == "warning"
     assert re.match(
         r"data\.train: media of 2 of 4 rows .* line 2: truncated: .*; line 3: missing_file: ",
-        found.text,
+        finding.text,
     )
     data.max_bad_share = 0.4
-    assert [one.severity for one in check_media(config)] == ["error"]
+    assert [finding.severity for finding in check_media(config)] == ["error"]
     read(rows[:1], tokenizer, tmp_path)
-    assert [one.text for one in check_media(config)] == [
+    assert [finding.text for finding in check_media(config)] == [
         "data.train: 1 media of 1 rows were decoded"
     ]
 
 
-def test_a_medium_that_is_gone_when_it_is_drawn_costs_its_prompt_alone(
+def test_a_file_removed_after_indexing_fails_only_its_prompt(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     rows = [
@@ -290,22 +294,18 @@ def test_a_medium_that_is_gone_when_it_is_drawn_costs_its_prompt_alone(
     rows.append({"id": "b", "prompt": "b", "answer": "x", "images": []})
     (tmp_path / "one.png").write_bytes(png())
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    how = PromptRules.from_config(DATA, tokenizer, tmp_path)
-    found = open_prompts(tmp_path / "rows.jsonl", tmp_path / "index", tokenizer, how, 0.0)
+    rules = PromptRules.from_config(DATA, tokenizer, tmp_path)
+    prompts = open_prompts(tmp_path / "rows.jsonl", tmp_path / "index", tokenizer, rules, 0.0)
     (tmp_path / "one.png").unlink()
-    gone, text = found
-    assert (
-        gone.prompt_id == "a"
-        and gone.media_error
-        and gone.media_error.reason == "missing_file"
-        and not text.media_error
-    )
+    missing_image, text = prompts
+    assert missing_image.prompt_id == "a" and not text.media_error
+    assert missing_image.media_error and missing_image.media_error.reason == "missing_file"
 
 
-def test_a_file_that_ends_its_decoder_costs_its_row_alone(
+def test_a_file_that_kills_its_decoder_fails_only_its_row(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where an index is made, where a configuration is checked, and where a prompt is drawn."""
+    """When an index is built, when a configuration is checked, and when a prompt is read."""
     have_own_pillow(tmp_path, monkeypatch)
     sizes = {"hangs": HANGS, "good": 32, "crashes": CRASHES, "later": 36}
     for name, width in sizes.items():
@@ -318,22 +318,22 @@ def test_a_file_that_ends_its_decoder_costs_its_row_alone(
     data = DataConfig(
         max_prompt_tokens=64, max_bad_share=0.5, multimodal=MultimodalConfig(file_timeout_s=8.0)
     )
-    how = PromptRules.from_config(data, tokenizer, tmp_path)
-    found = open_prompts(tmp_path / "rows.jsonl", tmp_path / "index", tokenizer, how, 0.5)
-    assert {bad.line: bad.reason for bad in found.bad} == {1: "decoder_hung", 3: "decoder_died"}
+    rules = PromptRules.from_config(data, tokenizer, tmp_path)
+    prompts = open_prompts(tmp_path / "rows.jsonl", tmp_path / "index", tokenizer, rules, 0.5)
+    assert {bad.line: bad.reason for bad in prompts.bad} == {1: "decoder_hung", 3: "decoder_died"}
     checked = read_prompts(row_set(tmp_path / "rows.jsonl"), tokenizer, Config(data=data)).tally
     assert checked.counts == {"decoder_hung": 1, "decoder_died": 1} and checked.rows == 4
     (tmp_path / "later.png").write_bytes(png(32, CRASHES))
-    good, later = found
+    good, later = prompts
     assert not good.media_error and later.media_error and later.media_error.reason == "decoder_died"
 
 
-def test_a_video_has_a_time_stamp_before_each_patch_in_time(
+def test_a_video_has_a_time_stamp_before_each_temporal_patch(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Within what the template has put around its placeholder."""
+    """The time stamps are between the tokens that the template writes around a placeholder."""
     uri = data_uri(filmed("film")[0], "video/x-msvideo")
-    (found,), bad = read(
+    (prompt,), bad = read(
         [{"prompt": "<video>?<image>", "videos": [uri], "images": [URI]}], tokenizer, tmp_path
     )
     assert not bad
@@ -351,18 +351,18 @@ def test_a_video_has_a_time_stamp_before_each_patch_in_time(
         *question,
         *FOUR,
     ]
-    assert list(found.token_ids) == expected
-    video, image = found.media
+    assert list(prompt.token_ids) == expected
+    video, image = prompt.media
     assert (
         [length for _, length in video.spans] == [4, 4] and video.tokens == 8 and image.tokens == 4
     )
-    assert all(set(found.token_ids[start : start + 4]) == {VIDEO} for start, _ in video.spans)
+    assert all(set(prompt.token_ids[start : start + 4]) == {VIDEO} for start, _ in video.spans)
 
 
-def test_a_video_is_heard_too_where_that_is_wanted_in_turns_with_its_frames(
+def test_use_audio_in_video_interleaves_sound_and_frames(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    hearing = load_tokenizer(hearing_model(tmp_path / "omni"))
+    hearing_tokenizer = load_tokenizer(hearing_model(tmp_path / "omni"))
     loud, silent = (
         avi(clip(20, 64, 64), 10, tone(2) if sound else None) for sound in (True, False)
     )
@@ -370,56 +370,56 @@ def test_a_video_is_heard_too_where_that_is_wanted_in_turns_with_its_frames(
         {"prompt": "<video>?", "videos": [data_uri(film, "video/x-msvideo")]}
         for film in (loud, silent)
     ]
-    wanted = MultimodalConfig(
+    media_settings = MultimodalConfig(
         use_audio_in_video=True, audio_sample_rate=16000, video_max_token_num=4
     )
-    (heard, seen), bad = read(rows, hearing, tmp_path, multimodal=wanted)
-    assert not bad and [[one.kind for one in found.media] for found in (heard, seen)] == [
-        ["video", "audio"],
-        ["video"],
-    ]
-    places = read_placeholder_tokens(hearing.directory)
-    video, audio = places[Kind.VIDEO], places[Kind.AUDIO]
-    known = len(hearing.encode(""))
-    inside = heard.token_ids[known + 2 : -3]
-    assert heard.token_ids[known : known + 2] == (*video.before, *audio.before)
-    assert heard.token_ids[-3:-1] == (*audio.after, *video.after)
-    # 13 tokens a second of sound, and those of 4 frames, which are a second apart by two.
-    assert (inside.count(audio.placeholder), inside.count(video.placeholder)) == (26, 8) and len(
-        inside
-    ) == 34
+    (with_sound, silent_video), bad = read(
+        rows, hearing_tokenizer, tmp_path, multimodal=media_settings
+    )
+    assert not bad
+    assert [medium.kind for medium in with_sound.media] == ["video", "audio"]
+    assert [medium.kind for medium in silent_video.media] == ["video"]
+    placeholders = read_placeholder_tokens(hearing_tokenizer.directory)
+    video, audio = placeholders[Kind.VIDEO], placeholders[Kind.AUDIO]
+    text_length = len(hearing_tokenizer.encode(""))
+    video_tokens = with_sound.token_ids[text_length + 2 : -3]
+    assert with_sound.token_ids[text_length : text_length + 2] == (*video.before, *audio.before)
+    assert with_sound.token_ids[-3:-1] == (*audio.after, *video.after)
+    # 13 tokens for each of 2 s of sound, and 4 tokens for each of 2 pairs of frames.
+    assert video_tokens.count(audio.placeholder) == 26
+    assert video_tokens.count(video.placeholder) == 8 and len(video_tokens) == 34
     blob = tmp_path / "blob"
-    spans = spans_of([replace(one, blob=blob) for one in heard.media])
+    spans = spans_of([replace(medium, blob=blob) for medium in with_sound.media])
     assert [span["kind"] for span in spans] == ["video", "audio", "video", "audio"]
     assert [span["start"] for span in spans] == sorted(span["start"] for span in spans)
-    assert [heard.token_ids[span["start"]] for span in spans] == [
+    assert [with_sound.token_ids[span["start"]] for span in spans] == [
         video.placeholder,
         audio.placeholder,
     ] * 2
     with pytest.raises(
         ConfigError, match=r"use_audio_in_video: found true, allowed: false; .* does not hear"
     ):
-        read(rows, tokenizer, tmp_path, multimodal=wanted)
+        read(rows, tokenizer, tmp_path, multimodal=media_settings)
     with pytest.raises(ConfigError, match="audio_sample_rate: found 8000, allowed: 0, or 16000"):
-        read(rows, hearing, tmp_path, multimodal=MultimodalConfig(audio_sample_rate=8000))
+        read(rows, hearing_tokenizer, tmp_path, multimodal=MultimodalConfig(audio_sample_rate=8000))
 
 
-def test_a_model_of_text_has_no_media(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    plain = PromptRules.from_config(DATA, None, tmp_path)
-    assert plain.media is None
+def test_a_text_model_has_no_media_rules(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rules = PromptRules.from_config(DATA, None, tmp_path)
+    assert rules.media is None
 
 
 @given(st.lists(st.sampled_from(["<image>", "<video>", "a", "<", ""])))
-def test_marks_cut_a_text_without_loss(pieces: list[str]) -> None:
-    text = "".join(pieces)
-    found = list(split_at_marks(text, {Kind.IMAGE: [URI]}))
-    assert "".join(f"<{piece}>" if isinstance(piece, Kind) else piece for piece in found) == text
-    assert found.count(Kind.IMAGE) == text.count("<image>")
+def test_splitting_at_marks_keeps_all_text(text_pieces: list[str]) -> None:
+    text = "".join(text_pieces)
+    pieces = list(split_at_marks(text, {Kind.IMAGE: [URI]}))
+    assert "".join(f"<{piece}>" if isinstance(piece, Kind) else piece for piece in pieces) == text
+    assert pieces.count(Kind.IMAGE) == text.count("<image>")
 
 
-def test_spans_are_of_media_that_are_stored(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (found,), _ = read([{"prompt": "<image>", "images": [URI]}], tokenizer, tmp_path)
-    assert spans_of(found.media) == []
+def test_only_stored_media_have_spans(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (prompt,), _ = read([{"prompt": "<image>", "images": [URI]}], tokenizer, tmp_path)
+    assert spans_of(prompt.media) == []
 
 
 @pytest.mark.parametrize(
@@ -432,27 +432,32 @@ def test_spans_are_of_media_that_are_stored(tokenizer: Tokenizer, tmp_path: Path
         "mixed_media:MixedMedia",
     ],
 )
-def test_tasks_demonstrate_the_prompts_that_they_have(name: str, tmp_path: Path) -> None:
-    """With media and all: what a warm start learns from is what is asked for."""
-    small = {"multimodal": MultimodalConfig(video_min_token_num=4)}
-    tokenizer, data = load_tokenizer(hearing_model(tmp_path / "m")), DataConfig(**small)
-    task, how = (
-        get_task(f"relax_hpc.examples.tasks.{name}"),
-        PromptRules.from_config(data, tokenizer, tmp_path).media,
+def test_demonstrations_of_a_task_have_the_prompts_of_its_rows(name: str, tmp_path: Path) -> None:
+    """Prompts of demonstrations, with their media, equal prompts of rows."""
+    small_videos = {"multimodal": MultimodalConfig(video_min_token_num=4)}
+    tokenizer, data = load_tokenizer(hearing_model(tmp_path / "m")), DataConfig(**small_videos)
+    task = get_task(f"relax_hpc.examples.tasks.{name}")
+    media_rules = PromptRules.from_config(data, tokenizer, tmp_path).media
+    assert media_rules
+    prompts, bad = read(
+        list(islice(task.rows("train", DATA), 24)), tokenizer, tmp_path, **small_videos
     )
-    assert how
-    found, bad = read(list(islice(task.rows("train", DATA), 24)), tokenizer, tmp_path, **small)
-    assert not bad and len({one.prompt_id for one in found}) == 24
+    assert not bad and len({prompt.prompt_id for prompt in prompts}) == 24
 
-    def asked(shown: dict[str, Any]) -> tuple[int, ...]:
-        ids, known = shown["token_ids"], shown["prompt_len"]
-        expanded, _ = how.expand_placeholders(
-            ids[:known], how.take_columns(shown), functools.partial(tokenizer.encode, special=False)
+    def prompt_tokens(demonstration: dict[str, Any]) -> tuple[int, ...]:
+        ids, prompt_length = demonstration["token_ids"], demonstration["prompt_len"]
+        expanded, _ = media_rules.expand_placeholders(
+            ids[:prompt_length],
+            media_rules.take_columns(demonstration),
+            functools.partial(tokenizer.encode, special=False),
         )
         return tuple(expanded)
 
-    shown = {asked(one) for one in islice(task.demonstrations(DATA, tokenizer, 0.0, 1), 24)}
-    with_media = {one.token_ids for one in found if one.media}
-    assert with_media and with_media <= shown
-    held = {row["id"] for split in task.evaluations for row in task.rows(split, DATA)}
-    assert not held & {row["id"] for row in islice(task.rows("train", DATA), 400)}
+    demonstrations = islice(task.demonstrations(DATA, tokenizer, 0.0, 1), 24)
+    demonstrated = {prompt_tokens(demonstration) for demonstration in demonstrations}
+    with_media = {prompt.token_ids for prompt in prompts if prompt.media}
+    assert with_media and with_media <= demonstrated
+    evaluation_ids: set[str] = set()
+    for split in task.evaluations:
+        evaluation_ids |= {row["id"] for row in task.rows(split, DATA)}
+    assert not evaluation_ids & {row["id"] for row in islice(task.rows("train", DATA), 400)}
