@@ -91,17 +91,25 @@ def test_a_value_replaces_that_of_relax_hpc() -> None:
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        ("het", {"signal": None}, r"options.signal: found null, but recovery needs this option"),
-        ("het", {"signal": "TERM@60"}, r"options.signal: found 'TERM@60'; .*B:USR2@SECONDS"),
-        ("jobs", {"requeue": None}, r"options.requeue: found null, but recovery needs"),
-        ("jobs", {"no-requeue": ""}, r"options.no-requeue: .*set layout instead"),
-        ("het", {"requeue": "expedite"}, r"options.requeue: found in layout het"),
-        ("het", {"no-kill": None}, r"options.no-kill: found null"),
-        ("het", {"nodes": "3"}, r"options.nodes: .*set groups.<group>.resources.nodes instead"),
-        ("het", {"time": None}, r"options.time: .*set slurm.time instead"),
-        ("het", {"chdir": "/"}, r"options.chdir: .*it cannot be changed"),
-        ("het", {"output": ""}, r"options.output: found nothing, allowed: a value, or null"),
-        ("het", {"constraint": ""}, r"options.constraint: found nothing"),
+        (
+            "het",
+            {"signal": None},
+            r"site.options.signal: found null, but recovery needs this option",
+        ),
+        ("het", {"signal": "TERM@60"}, r"site.options.signal: found 'TERM@60'; .*B:USR2@SECONDS"),
+        ("jobs", {"requeue": None}, r"site.options.requeue: found null, but recovery needs"),
+        ("jobs", {"no-requeue": ""}, r"site.options.no-requeue: .*set layout instead"),
+        ("het", {"requeue": "expedite"}, r"site.options.requeue: found in layout het"),
+        ("het", {"no-kill": None}, r"site.options.no-kill: found null"),
+        (
+            "het",
+            {"nodes": "3"},
+            r"site.options.nodes: .*set groups.<group>.resources.nodes instead",
+        ),
+        ("het", {"time": None}, r"site.options.time: .*set slurm.time instead"),
+        ("het", {"chdir": "/"}, r"site.options.chdir: .*it cannot be changed"),
+        ("het", {"output": ""}, r"site.options.output: found nothing, allowed: a value, or null"),
+        ("het", {"constraint": ""}, r"site.options.constraint: found nothing"),
     ],
 )
 def test_what_recovery_needs_stays(
@@ -144,7 +152,7 @@ def test_steps_inherit_the_limits_of_a_setup() -> None:
     [
         ({"mpi": "none"}, "set site.mpi.launcher instead"),
         ({"output": "x"}, "it cannot be changed"),
-        ({"--hint": "x"}, "allowed: the long name of an srun option"),
+        ({"--hint": "x"}, "allowed: the long name of an option of srun"),
         ({"hint": "a\nb"}, "without line breaks"),
         ({"hint": ""}, "found nothing, allowed: a value, or null"),
         ({"kill-on-bad-exit": None}, "found null, but recovery needs this option"),

@@ -332,9 +332,12 @@ def test_flags_memory_and_other_options() -> None:
         ({"run_dir": "/a\n#SBATCH --nodes=99"}, "run_dir: .*no line breaks or control characters"),
         ({"name": "a\nb"}, "name: .*no line breaks"),
         ({"site.partition": "a\rb"}, "partition: .*no line breaks"),
-        ({"site.options": {"--qos": "a"}}, "options: found '--qos', allowed: the long name"),
-        ({"site.options": {"no-requeue": ""}}, "options.no-requeue: .*set layout instead"),
-        ({"site.options": {"array": "1-3"}}, "options.array: .*it cannot be changed"),
+        (
+            {"site.options": {"--qos": "a"}},
+            "site.options: found '--qos': 'a', allowed: the long name",
+        ),
+        ({"site.options": {"no-requeue": ""}}, "site.options.no-requeue: .*set layout instead"),
+        ({"site.options": {"array": "1-3"}}, "site.options.array: .*it cannot be changed"),
         ({"site.env": {"A=1;B": "x"}}, "site.env: found 'A=1;B', allowed: names of letters"),
         (
             {"groups": {"actor": {"resources": {"memory": "all"}}}},
@@ -372,9 +375,9 @@ def test_all_that_cannot_be_written_is_told_at_once(layout: str) -> None:
     keys = sorted(mistake.partition(": ")[0] for mistake in caught.value.mistakes)
     assert keys == [
         "groups.actor.resources.memory", "groups.rollout.resources.memory", "name",
-        "options", "options.chdir", "options.no-requeue", "run_dir", "site.container.image",
+        "run_dir", "site.container.image",
         "site.container.mounts", "site.container.mounts", "site.container.runtime", "site.env", "site.env",
-        "site.mpi.launcher", "site.srun_options", "site.srun_options.mpi",
+        "site.mpi.launcher", "site.options", "site.options.chdir", "site.options.no-requeue", "site.srun_options", "site.srun_options.mpi",
     ]  # fmt: skip
     with pytest.raises(
         ConfigError, match=r"site\.container\.image: found nothing with runtime pyxis"

@@ -70,7 +70,7 @@ def test_what_slurm_cannot_be_asked_for_is_a_finding_too(tmp_path: Path) -> None
     over = {"run_dir": str(tmp_path / "run"), "layout": "jobs", "site.options.nodes": "2"}
     (line,) = check_request(load([QUICKSTART], over))
     assert line == (
-        "options.nodes: found '2', but it is set by relax_hpc; set "
+        "site.options.nodes: found '2', but it is set by relax_hpc; set "
         "groups.<group>.resources.nodes instead"
     )
 

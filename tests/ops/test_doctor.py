@@ -73,7 +73,10 @@ PLAIN_MISTAKES = [
         "error: site.local_dir: found 'scratch', allowed: an absolute path",
     ),
     ({"slurm": {"time": "4", "signal_s": 300}}, "error: slurm.signal_s: found 300"),
-    (site(options={"nodes": "3"}), "error: options.nodes: found '3', but it is set by relax_hpc"),
+    (
+        site(options={"nodes": "3"}),
+        "error: site.options.nodes: found '3', but it is set by relax_hpc",
+    ),
     ({"slurm": {"one_node_hub": True}}, "warning: slurm.one_node_hub: found true"),
     (
         site(cpu_nodes=False),

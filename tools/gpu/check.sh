@@ -29,8 +29,14 @@ while [[ $# -gt 0 ]]; do
             store=(--store)
             if [[ $# -gt 1 && $2 != --* ]]; then store+=("$2") && shift; fi
             ;;
-        --seconds) seconds=${2:?--seconds: give a number} && shift ;;
-        --wheels) wheels=${2:?--wheels: name a folder} && shift ;;
+        --seconds)
+            seconds=${2:-} && shift
+            [[ $seconds =~ ^[0-9]+$ ]] || { echo "check: --seconds: found '$seconds', allowed: a whole number" && exit 78; }
+            ;;
+        --wheels)
+            wheels=${2:-} && shift
+            compgen -G "$wheels/*.whl" >/dev/null || { echo "check: --wheels: found no wheel in '$wheels', allowed: a folder of wheels" && exit 78; }
+            ;;
         *) sed -n '2,15s/^# \{0,1\}//p' "$0" && exit 78 ;;
     esac
     shift

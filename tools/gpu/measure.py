@@ -11,6 +11,7 @@ python tools/gpu/measure.py --device cpu --small
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,17 @@ def table(measured: dict[str, Figures], judge: bool) -> str:
     return "\n".join(lines)
 
 
+def known_name(name: str) -> str:
+    """``name``, if it is one of a program or a job."""
+    if name in PROGRAMS or name in JOBS:
+        return name
+    near = difflib.get_close_matches(name, [*PROGRAMS, *JOBS], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise argparse.ArgumentTypeError(
+        f"found {name!r}, allowed: {', '.join(PROGRAMS)}, or a job of tools/gpu/jobs.py{hint}"
+    )
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -89,7 +101,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=(*PROGRAMS, *JOBS),
+        type=known_name,
         default=(),
         metavar="NAME",
         help="programs or jobs",

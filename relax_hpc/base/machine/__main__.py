@@ -34,8 +34,11 @@ def main() -> int:
         if arguments.facts:
             facts = facts_from_json(Path(arguments.facts).read_text(encoding="utf-8"), facts)
         needs = read_needs(Path(arguments.needs)) if arguments.needs else {}
-    except (OSError, ValueError) as error:
-        print(error)
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}")
+        return _EXIT_CONFIG
+    except ValueError as error:
+        print(f"{arguments.facts or arguments.needs}: {error}")
         return _EXIT_CONFIG
     if arguments.print_facts:
         print(facts_to_json(facts))

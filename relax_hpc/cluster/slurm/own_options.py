@@ -36,7 +36,7 @@ def _setting(key: str) -> Rule:
     return Rule("fixed", f"set {key} instead")
 
 
-SBATCH: Mapping[str, Rule] = {
+_SBATCH_RULES: Mapping[str, Rule] = {
     "nodes": _setting("groups.<group>.resources.nodes"),
     "ntasks": _setting("the sizes of the group's roles"),
     "ntasks-per-node": FREE,
@@ -49,7 +49,7 @@ SBATCH: Mapping[str, Rule] = {
     # The run stops and saves at this signal, see `relax_hpc.net.rendezvous.process.END_SIGNAL`.
     "signal": Rule(
         "recovery",
-        "or set slurm.signal_s; allowed: B:USR2@SECONDS",
+        "allowed: B:USR2@SECONDS, or set slurm.signal_s",
         re.compile(r"(R?B:)(SIG)?USR2@\d+"),
     ),
     # A requeued job continues the run. In layout `het` a requeue would end the run (Slurm 22.05),
@@ -68,7 +68,7 @@ SBATCH: Mapping[str, Rule] = {
     "chdir": _FIXED,
     "wrap": _FIXED,
 }
-SRUN: Mapping[str, Rule] = {
+_SRUN_RULES: Mapping[str, Rule] = {
     "jobid": _FIXED,
     "het-group": _FIXED,
     "nodes": _setting("groups.<group>.resources.nodes"),
@@ -86,24 +86,94 @@ SRUN: Mapping[str, Rule] = {
     "wait": Rule("recovery", "allowed: seconds", re.compile(r"\d+")),
     "no-kill": Rule("recovery", "allowed: off", re.compile("off")),
 }
-"""Rules of srun options; all others are free."""
+
+
+_SBATCH_FLAGS = frozenset(
+    (
+        "contiguous",
+        "exclusive",
+        "get-user-env",
+        "hold",
+        "ignore-pbs",
+        "nice",
+        "overcommit",
+        "oversubscribe",
+        "propagate",
+        "reboot",
+        "spread-job",
+        "stepmgr",
+        "no-kill",
+        "no-requeue",
+        "requeue",
+        "use-min-nodes",
+        "verbose",
+        "x11",
+    )
+)
+_SRUN_FLAGS = frozenset(
+    (
+        "contiguous",
+        "disable-status",
+        "exact",
+        "exclusive",
+        "label",
+        "mpi-combine",
+        "no-allocate",
+        "no-container-mount-home",
+        "no-kill",
+        "overcommit",
+        "overlap",
+        "oversubscribe",
+        "preserve-env",
+        "propagate",
+        "quiet",
+        "reboot",
+        "spread-job",
+        "unbuffered",
+        "use-min-nodes",
+        "verbose",
+        "whole",
+        "x11",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program of Slurm and its options."""
+
+    name: str
+    rules: Mapping[str, Rule]
+    """Rules of options that relax_hpc writes; all others are free."""
+    flags: frozenset[str]
+    """Options that may stand without a value, in Slurm 22.05 to 25.05."""
+
+
+SBATCH = Program("sbatch", _SBATCH_RULES, _SBATCH_FLAGS)
+SRUN = Program("srun", _SRUN_RULES, _SRUN_FLAGS)
+_LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 
 
 def check_changes(
-    key: str, changes: Mapping[str, str | None], rules: Mapping[str, Rule], mistakes: Mistakes
+    program: Program, key: str, changes: Mapping[str, str | None], mistakes: Mistakes
 ) -> None:
-    """Add a mistake for each of ``changes`` that ``rules`` do not allow. ``changes``: values by the
-    long names of options, None to remove one; ``key``: the setting that has them."""
+    """Add a mistake for each of ``changes`` that is not allowed. ``changes``: values by the long
+    names of options, None to remove one; ``key``: the setting that has them."""
     for name, value in changes.items():
-        rule = rules.get(name, FREE)
-        if rule.kind == "fixed":
+        rule = program.rules.get(name, FREE)
+        option = f"{key}.{name}: found {'null' if value is None else repr(value)}"
+        if not _LONG_NAME.fullmatch(name) or not (value or "").isprintable():
             mistakes.add(
-                f"{key}.{name}: found {value!r}, but it is set by relax_hpc; {rule.advice}"
+                f"{key}: found {name!r}: {value!r}, allowed: the long name of an option of "
+                f"{program.name}, without dashes before, and a value without line breaks"
             )
+        elif rule.kind == "fixed":
+            mistakes.add(f"{option}, but it is set by relax_hpc; {rule.advice}")
         elif rule.kind == "recovery" and value is None:
+            mistakes.add(f"{option}, but recovery needs this option; {rule.advice}")
+        elif value == "" and name not in program.flags:
             mistakes.add(
-                f"{key}.{name}: found null, but recovery needs this option; replace it by another "
-                f"value, {rule.advice}"
+                f"{key}.{name}: found nothing, allowed: a value, or null to remove the option"
             )
-        elif rule.allowed is not None and value is not None and not rule.allowed.fullmatch(value):
-            mistakes.add(f"{key}.{name}: found {value!r}; {rule.advice}")
+        elif rule.allowed is not None and value and not rule.allowed.fullmatch(value):
+            mistakes.add(f"{option}; {rule.advice}")

@@ -22,31 +22,7 @@ from relax_hpc.cluster.slurm.srun import check_srun_options
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.process import END_SIGNAL
 
-FLAGS = frozenset(
-    (
-        "contiguous",
-        "exclusive",
-        "get-user-env",
-        "hold",
-        "ignore-pbs",
-        "nice",
-        "overcommit",
-        "oversubscribe",
-        "propagate",
-        "reboot",
-        "spread-job",
-        "stepmgr",
-        "no-kill",
-        "no-requeue",
-        "requeue",
-        "use-min-nodes",
-        "verbose",
-        "x11",
-    )
-)
-"""sbatch options that may stand without a value, in Slurm 22.05 to 25.05."""
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]*")
-_LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 """Options that request memory. sbatch accepts only one of them."""
@@ -117,15 +93,6 @@ def directive(name: str, value: str) -> str:
     >>> directive("comment", 'a "b" #c')
     '--comment="a \\\\"b\\\\" #c"'
     """
-    if not _LONG_NAME.fullmatch(name):
-        raise ConfigError(
-            f"options: found {name!r}, allowed: the long name of an sbatch option, without dashes "
-            "before"
-        )
-    if not value and name not in FLAGS:
-        raise ConfigError(
-            f"options.{name}: found nothing, allowed: a value, or null to remove the option"
-        )
     return f"--{name}={_quote(value, name)}" if value else f"--{name}"
 
 
@@ -135,11 +102,32 @@ def render_environment(config: Config) -> str:
     return _template("environment.sh.j2").render(**_environment(config))
 
 
+def check_sbatch_options(config: Config) -> None:
+    """ConfigError for changes of sbatch options that are not allowed, with all mistakes."""
+    settings = {
+        "site.options": config.site.options,
+        "site.cpu_options": config.site.cpu_options,
+        "site.gpu_options": config.site.gpu_options,
+    }
+    for name, group in config.groups.items():
+        settings[f"groups.{name}.resources.options"] = group.resources.options
+    mistakes = Mistakes()
+    for key, changes in settings.items():
+        check_changes(SBATCH, key, changes, mistakes)
+        if config.layout == "het" and changes.get("requeue") is not None:
+            mistakes.add(
+                f"{key}.requeue: found in layout het, where a requeue by Slurm would end the run; "
+                "take layout: jobs"
+            )
+    mistakes.raise_if_any()
+
+
 def _refuse_mistakes(config: Config) -> None:
     """ConfigError with all reasons why no script of the run can be written."""
     mistakes, allocations = Mistakes(), list[Component]()
     checks: tuple[Callable[[Config], object], ...] = (
         _run_variables,
+        check_sbatch_options,
         check_srun_options,
         _environment,
     )
@@ -159,6 +147,7 @@ def _refuse_mistakes(config: Config) -> None:
 
 def _render(config: Config, job_components: list[Component], **variables: Any) -> str:
     # These errors must appear now, not after the job has waited for its nodes.
+    check_sbatch_options(config)
     check_srun_options(config)
     check_container(config, Path(config.run_dir))
     directives = {
@@ -233,7 +222,7 @@ def _directives(
     """The components of one job for the template: names, and #SBATCH options as text."""
     mistakes = Mistakes()
     own = [_own_options(config, component, het, output, mistakes) for component in job_components]
-    options = [_options(config, component, het, mistakes) for component in job_components]
+    options = [_options(config, component, mistakes) for component in job_components]
     # The first component sends the signal and writes the output of the whole job.
     for later in own[1:]:
         for name in _OF_FIRST_COMPONENT:
@@ -314,17 +303,10 @@ def _own_options(
     }
 
 
-def _options(config: Config, component: Component, het: bool, mistakes: Mistakes) -> dict[str, str]:
+def _options(config: Config, component: Component, mistakes: Mistakes) -> dict[str, str]:
     """Options that the user states, and those for memory and GPUs. The memory of a group replaces a
     memory option of the site."""
     memory = "" if "mem" in component.removed else component.memory
-    removed = dict.fromkeys(component.removed)
-    check_changes("options", {**component.options, **removed}, SBATCH, mistakes)
-    if het and "requeue" in component.options:
-        mistakes.add(
-            "options.requeue: found in layout het, where a requeue by Slurm would end the run; "
-            "take layout: jobs"
-        )
     if memory and not _MEMORY.fullmatch(memory):
         mistakes.add(
             f"groups.{component.name}.resources.memory: found {memory!r}, allowed: 64G, 500M, 0 "
