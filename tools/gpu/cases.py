@@ -1,6 +1,6 @@
-"""Many cases in one process: a case that fails does not lose the figures of the others.
+"""Many cases in one process. If a case fails, the figures of the other cases remain.
 
-A case adds its figures to a mapping that it is given. They are reported under the case's name, with
+A case adds its figures to a mapping, its argument. They are reported under the case's name, with
 the text `NAME error` if it failed. `passed` and `failed` count the cases.
 """
 
@@ -68,7 +68,7 @@ def describe(error: Exception) -> str:
 
 
 class DeviceTimer:
-    """Milliseconds of device work, measured by events of the device."""
+    """Measures milliseconds of device work with events of the device."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -76,7 +76,7 @@ class DeviceTimer:
         self._filled = torch.empty(size, dtype=torch.uint8, device=device)
 
     def median_ms(self, act: Callable[[], object]) -> float:
-        """Median of several calls after some others; on a CPU, wall time of one call."""
+        """Median of several calls after a warm-up. On a CPU, wall time of one call."""
         if self.device != "cuda":
             return 1e3 * timed(act, self.device)
         for _ in range(_WARM_UP):

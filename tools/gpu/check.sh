@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What this code does on this machine's GPU: figures beside transformers' and targets, then the tests.
-# The most valuable figure is measured first. Each has a process and a deadline of its own; one that needs more memory
-# than there is becomes a line that says so. Nothing is installed on the machine: the check takes the Python that is there
-# (RELAX_PYTHON, otherwise python3) with its own torch, and names what is missing.
+# Measure this code on this machine's GPU, compare it with transformers and with targets, then run the tests.
+# The most valuable figure is measured first. Each figure has its own process and deadline. If it needs more memory than
+# the machine has, its line says so. The check installs nothing: it uses the machine's Python (RELAX_PYTHON, otherwise
+# python3) with its torch, and lists missing packages.
 # RELAX_CHECK_LOG=FILE keeps the output of jobs that failed.
-# Exit code: 1 if a test or a figure of this code failed, 78 if too little is there to begin.
+# Exit code: 1 if a test or a figure of this code failed, 78 if a needed package or GPU is missing.
 #
 #   tools/gpu/check.sh                       # everything, about an hour
-#   tools/gpu/check.sh --store               # keeps each figure in tools/bench/results; the next call goes on from there
+#   tools/gpu/check.sh --store               # stores each figure in tools/bench/results; the next call measures the others
 #   tools/gpu/check.sh --seconds 560         # starts nothing that would end later
 #   tools/gpu/check.sh --device cpu --small  # every part on tiny shapes, without a GPU
-#   tools/gpu/check.sh --only step experts   # programs of tools/gpu, or jobs by name; `found`: only what is there;
+#   tools/gpu/check.sh --only step experts   # programs of tools/gpu, or jobs by name; `found`: only list packages and GPUs;
 #                                            # `tests`: only the tests
 #   tools/gpu/check.sh --wheels FOLDER       # puts missing packages from wheels in a temporary folder
 set -euo pipefail
@@ -22,7 +22,7 @@ while [[ $# -gt 0 ]]; do
         --device) device=${2:?--device: name cuda or cpu} && shift ;;
         --only)
             while [[ $# -gt 1 && $2 != --* ]]; do only+=("$2") && shift; done
-            [[ ${#only[@]} -gt 0 ]] || { echo "check: --only: found no name, allowed: found, tests, programs or jobs" && exit 78; }
+            [[ ${#only[@]} -gt 0 ]] || { echo "check: --only: no name follows, allowed: found, tests, programs or jobs" && exit 78; }
             ;;
         --small) small=(--small) ;;
         --store)
@@ -49,9 +49,9 @@ if [[ -n $wheels ]]; then
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$packages" "$wheels"/*.whl
 fi
 export PYTHONPATH="$PWD${packages:+:$packages}${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
-"$PYTHON" tools/gpu/found.py --device "$device"
+"$PYTHON" tools/gpu/requirements.py --device "$device"
 
-wanted() { # wanted NAME: is this part to be done?
+wanted() { # wanted NAME: whether --only, if present, names NAME
     [[ ${#only[@]} == 0 || " ${only[*]} " == *" $1 "* ]]
 }
 figures=()
@@ -65,10 +65,10 @@ if [[ ${#only[@]} == 0 || ${#figures[@]} -gt 0 ]]; then
     "$PYTHON" tools/gpu/measure.py "${options[@]}" || unmeasured=$?
     [[ $unmeasured -lt 2 ]] || exit 78
 fi
-tests() { # tests DEVICE ARGUMENTS...: pytest
-    local where=$1 code=0 && shift
-    RELAX_TEST_DEVICE=$where "$PYTHON" -m pytest -p no:cacheprovider -p tools.gpu.missing -q "$@" || code=$?
-    # 5: nothing was selected.
+tests() { # tests DEVICE ARGUMENTS...: run pytest
+    local test_device=$1 code=0 && shift
+    RELAX_TEST_DEVICE=$test_device "$PYTHON" -m pytest -p no:cacheprovider -p tools.gpu.missing -q "$@" || code=$?
+    # pytest exits with 5 if no test was selected.
     [[ $code == 0 || $code == 5 ]] || failed=1
 }
 if wanted tests && [[ -z $seconds || $((seconds - SECONDS + started)) -gt 60 ]]; then

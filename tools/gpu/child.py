@@ -1,4 +1,4 @@
-"""A measurement runs in its own process: how it is started and how its figures are read.
+"""Start a measurement in its own process, and read its figures.
 
 A program reports its figures as one JSON object on one line; the last such line counts. It
 may report several times (`note`), so that a process that fails or reaches its deadline keeps the
@@ -27,8 +27,10 @@ _ERROR_CHARACTERS = 160
 
 
 def answer(measure: Callable[..., Mapping[str, Any]]) -> None:
-    """Be the whole program: call ``measure`` with the arguments that the command line has as JSON,
-    and with `device`, and report its figures."""
+    """Main function of a program: call ``measure`` and report its figures.
+
+    The command line has the arguments of ``measure`` as one JSON object, and `--device`.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("arguments", type=json.loads)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -37,7 +39,7 @@ def answer(measure: Callable[..., Mapping[str, Any]]) -> None:
 
 
 def note(figures: Mapping[str, Any]) -> None:
-    """Report ``figures``, all that are known so far."""
+    """Report all ``figures`` so far."""
     print(json.dumps(figures), flush=True)
 
 
@@ -48,11 +50,14 @@ def ask(
     limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The figures of a program in this folder. If it fails or takes more than ``limit_s`` seconds:
-    those that it had reported, `error`, and `memory` (whether it ran out of memory)."""
+    """Figures of a program in this folder.
+
+    If the program fails or takes more than ``limit_s`` seconds, they are the figures that it
+    reported before, `error`, and `memory` (whether it ran out of memory).
+    """
     command = [sys.executable, "-W", "ignore", str(HERE / f"{program}.py")]
     command += [json.dumps(arguments), "--device", device]
-    # In a new session, so that all processes that it starts end with it.
+    # In a new session, so that the kill below also reaches the processes that it starts.
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -61,17 +66,17 @@ def ask(
         start_new_session=True,
         env=os.environ | dict(environment or {}),
     )
-    late = False
+    timed_out = False
     try:
         output, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        late = True
+        timed_out = True
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        if late:
+        if timed_out:
             output, errors = process.communicate()
-    if late:
+    if timed_out:
         error = {"error": f"FAILED: not done in {limit_s:g} s", "memory": False}
         figures = last_report(output) | error
     else:
@@ -83,7 +88,7 @@ def ask(
 
 
 def read(output: str, errors: str, code: int) -> dict[str, Any]:
-    """The figures in ``output`` of a process that ended with ``code``, and its error.
+    """Figures in the ``output`` of a process with the exit code ``code``, and its error.
 
     >>> read("loading\\n{\\"both\\": 0.5}\\n", "", 0)
     {'both': 0.5}
@@ -118,7 +123,7 @@ def last_report(output: str) -> dict[str, Any]:
 
 
 def sync(device: str) -> None:
-    """Wait until the device has finished the work that it was given."""
+    """Wait until the device has finished all of its work."""
     if device == "cuda":
         import torch
 
@@ -137,12 +142,17 @@ def timed(act: Callable[[], object], device: str) -> float:
 def in_turns(
     acts: Mapping[str, Callable[[], object]], rounds: int, device: str
 ) -> dict[str, list[float]]:
-    """Seconds of each act in each of ``rounds`` rounds. A first round, which loads pages and
-    kernels, is not counted."""
-    turns = [{name: timed(act, device) for name, act in acts.items()} for _ in range(rounds + 1)]
-    return {name: [turn[name] for turn in turns[1:]] for name in acts}
+    """Seconds of each act in each of ``rounds`` rounds.
+
+    One more round comes first and is not counted, because it loads pages and kernels.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in acts}
+    for _ in range(rounds + 1):
+        for name, act in acts.items():
+            seconds[name].append(timed(act, device))
+    return {name: values[1:] for name, values in seconds.items()}
 
 
 def middle(values: Sequence[float]) -> float:
-    """The median; of an even number of values, the upper one of the two in the middle."""
+    """The median. With an even number of values, the larger of the two in the middle."""
     return sorted(values)[len(values) // 2]

@@ -1,10 +1,10 @@
-"""Collectives of training on NCCL with one rank: which fail, and with which message. On a CPU, on
-gloo.
+"""Collectives of training on NCCL with one rank: which fail, and with which message. On a CPU, gloo
+replaces NCCL.
 
 NCCL refuses some types and all tensors of the host, which gloo accepts. Each collective must
-return its input, because a sum over one rank is its value. The list has the calls of
-relax_hpc.training, and those of megatron-core 0.16.1 during training. Sends between ranks are
-missing: torch refuses a send from a rank to itself.
+return its input, because a sum over one rank is its value. The list has the collectives of
+relax_hpc.training, and those of megatron-core 0.16.1 during training. Sends between ranks are not
+in it, because torch refuses a send from a rank to itself.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _all_to_all_single(values: Tensor, group: Group) -> Tensor:
 
 
 def _coalesced(collective: Collective, values: Tensor, group: Group) -> Tensor:
-    """Two calls that are launched together, as those of megatron-core's buckets."""
+    """Two calls that are launched together, like those for the buckets of megatron-core."""
     with _coalescing_manager(group):
         collective(values.clone(), group)
         output = collective(values, group)
@@ -155,7 +155,7 @@ OF_HOST: Mapping[str, tuple[Collective, Sequence[torch.dtype]]] = {
     "gather_object": (_gather_object, (F32,)),
     "scatter_object_list": (_scatter_object_list, (F32,)),
 }
-"""Collectives on the host in the gloo group of `RankChannel`, which exists besides NCCL's."""
+"""Collectives on the host in the gloo group of `RankChannel`, next to the group of NCCL."""
 
 
 def measure(device: str) -> Mapping[str, Any]:

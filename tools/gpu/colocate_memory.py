@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from child import answer, note, sync, timed
 
 if TYPE_CHECKING:
+    from policies import Section
     from torch import Tensor
 
+    from relax_hpc.training.device_offload import DeviceOffload
     from relax_hpc.training.trainer import Trainer
 
 _GIB = 2**30
@@ -21,7 +23,7 @@ _GIB = 2**30
 def choose_allocator(expandable: bool) -> None:
     """Let torch's allocator use `expandable_segments`, or its defaults.
 
-    RuntimeError: torch is imported, so it has read its settings.
+    RuntimeError: torch has been imported and has read the settings of its allocator.
     """
     from relax_hpc.base.cuda_allocator import VARIABLES, expand_segments
 
@@ -77,7 +79,7 @@ def is_expandable(device: str) -> float:
 def measure(
     device: str,
     shape: str,
-    actor: dict[str, Any],
+    actor: Section,
     count: int,
     length: int,
     expandable: bool = False,
@@ -86,14 +88,12 @@ def measure(
     """``count`` rows of ``length`` tokens are trained before each turn. ``expandable``: see
     `choose_allocator`."""
     choose_allocator(expandable)
-    from policies import trainer
-    from shapes import rows
+    from policies import new_batch, trainer
 
     from relax_hpc.training.device_offload import DeviceOffload
-    from relax_hpc.training.models.batches import collate
 
     trained = trainer(shape, actor, device)
-    batches = [collate(rows(count, length, trained.model.spec.vocab), 0, device)]
+    batches = new_batch(trained, count, length)
     trained.accumulate(batches)
     trained.step(1e-5)
     sync(device)
@@ -106,26 +106,31 @@ def measure(
     }
     note(figures)
     for turn in range(1, turns + 1):
-        before = weight_copies(trained)
-        full = device_memory(device)
-        leave_s = timed(offload.offload, device)
-        empty = device_memory(device)
-        return_s = timed(offload.restore, device)
-        figures |= {
-            f"turn_{turn}_leave_s": leave_s,
-            f"turn_{turn}_return_s": return_s,
-            f"turn_{turn}_given_back_gib": empty["free_gib"] - full["free_gib"],
-            f"turn_{turn}_reserved_before_gib": full["reserved_gib"],
-            f"turn_{turn}_still_reserved_gib": empty["reserved_gib"],
-            f"turn_{turn}_still_allocated_gib": empty["allocated_gib"],
-            f"turn_{turn}_changed_weights": count_changed(trained, before),
-        }
+        for name, value in move_state(trained, offload, device).items():
+            figures[f"turn_{turn}_{name}"] = value
         note(figures)
-        del before
         trained.accumulate(batches)
         figures[f"turn_{turn}_grad_norm"] = trained.step(1e-5)["grad_norm"]
     figures["given_back_of_state"] = figures[f"turn_{turns}_given_back_gib"] / figures["state_gib"]
     return figures
+
+
+def move_state(trained: Trainer, offload: DeviceOffload, device: str) -> dict[str, float]:
+    """Figures of one move of the trainer's state to host memory and back."""
+    before = weight_copies(trained)
+    full = device_memory(device)
+    leave_s = timed(offload.offload, device)
+    empty = device_memory(device)
+    return_s = timed(offload.restore, device)
+    return {
+        "leave_s": leave_s,
+        "return_s": return_s,
+        "given_back_gib": empty["free_gib"] - full["free_gib"],
+        "reserved_before_gib": full["reserved_gib"],
+        "still_reserved_gib": empty["reserved_gib"],
+        "still_allocated_gib": empty["allocated_gib"],
+        "changed_weights": count_changed(trained, before),
+    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Copies between the device and the host, each in turns with a raw one of as many bytes in pinned
-memory, in one piece.
+"""Copies between the device and the host. Each one alternates with a raw copy of as many bytes in
+pinned memory, in one piece.
 
-`slab`: what a publish copies, and whether a step beside it takes longer. `readers`: from the slab
-of a version in a node's memory into the live parameters of actor_fwd, and by the loader that is in
-an engine's process; and into the former from a file that was not mapped before. `checkpoint`: how
-long the first one keeps the trainer.
+`slab`: the copy of a publish, and whether a training step takes longer while it runs. `readers`:
+the copy of a version in a node's memory to the parameters of actor_fwd, or to an engine by the
+loader in its process; also to actor_fwd from a file that was not mapped before. `checkpoint`: how
+long the first checkpoint blocks the trainer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 from child import answer, in_turns, middle, sync, timed
-from policies import policy, settings_of, trainer
-from shapes import rows
+from policies import Section, new_batch, policy, settings_of, trainer
 
 from relax_hpc.base.host_memory import allocate_host_memory
 from relax_hpc.net.transport import SlabPool
@@ -36,26 +35,22 @@ from relax_hpc.training.weights.version_files import TENSORS
 
 RECORD_BYTES = 1 << 30
 PATIENCE_S = 600.0
+"""Deadline of collectives and of a checkpoint."""
 
 
 def raw_copy(size: int, device: str, to_device: bool) -> Callable[[], object]:
-    """One of ``size`` bytes in one piece."""
-    there, room = (
-        torch.ones(size, dtype=torch.uint8, device=device),
-        allocate_host_memory(size, device == "cuda", "raw copy"),
-    )
-    return (
-        partial(there.copy_, room, non_blocking=True)
-        if to_device
-        else partial(room.copy_, there, non_blocking=True)
-    )
+    """Function that copies ``size`` bytes in one piece."""
+    device_memory = torch.ones(size, dtype=torch.uint8, device=device)
+    host_memory = allocate_host_memory(size, device == "cuda", "raw copy")
+    if to_device:
+        return partial(device_memory.copy_, host_memory, non_blocking=True)
+    return partial(host_memory.copy_, device_memory, non_blocking=True)
 
 
 def slab(
-    device: str, shape: str, actor: dict[str, Any], count: int, length: int, rounds: int
+    device: str, shape: str, actor: Section, count: int, length: int, rounds: int
 ) -> dict[str, float]:
-    from relax_hpc.training.models.batches import collate
-
+    """Figures of a publish. The step trains ``count`` rows of ``length`` tokens."""
     ours = trainer(shape, actor, device)
     model = ours.model
     ring = SlabRing(
@@ -66,49 +61,48 @@ def slab(
         ring.copy()
         ring.settle()
 
-    found = in_turns(
-        {"slab": publish, "raw": raw_copy(ring.bytes, device, to_device=False)}, rounds, device
-    )
-    batches = [collate(rows(count, length, model.spec.vocab), 0, device)]
+    batches = new_batch(ours, count, length)
 
-    def step(beside: bool) -> None:
-        if beside:
+    def step(during_copy: bool) -> None:
+        if during_copy:
             ring.copy()
         ours.accumulate(batches)
         ring.await_copy()
         ours.step(1e-6)
 
-    found |= in_turns(
-        {"step": partial(step, False), "step beside": partial(step, True)}, rounds, device
-    )
+    raw = raw_copy(ring.bytes, device, to_device=False)
+    times = in_turns({"slab": publish, "raw": raw}, rounds, device)
+    steps = {"step": partial(step, False), "step during copy": partial(step, True)}
+    times |= in_turns(steps, rounds, device)
     ring.settle()
     ring.close()
-    taken = {name: middle(times) for name, times in found.items()}
+    seconds = {name: middle(values) for name, values in times.items()}
     return {
         "bytes": float(ring.bytes),
-        "of_raw": taken["raw"] / taken["slab"],
-        "bytes_per_s": ring.bytes / taken["slab"],
-        "step_s": taken["step"],
-        "slowed": taken["step beside"] / taken["step"] - 1,
+        "of_raw": seconds["raw"] / seconds["slab"],
+        "bytes_per_s": ring.bytes / seconds["slab"],
+        "step_s": seconds["step"],
+        "slowed": seconds["step during copy"] / seconds["step"] - 1,
     }
 
 
 def create_slab(folder: Path, tensors: Mapping[str, TensorInfo]) -> Path:
-    """A version of zeros, as a node has it in memory."""
+    """Write a version of zeros to ``folder``, in the format of a node's memory."""
     folder.mkdir(mode=0o700)
     with SafetensorsFile(folder / TENSORS, tensors):
         pass
-    ends = itertools.accumulate((info.bytes for info in tensors.values()), initial=0)
-    parts = [
-        TensorPart(name, 0, 0, info.shape[0], start)
-        for (name, info), start in zip(tensors.items(), ends, strict=False)
-    ]
-    chunk = Chunk("all", sum(info.bytes for info in tensors.values()), "", tuple(parts))
+    pieces = []
+    size = 0
+    for name, info in tensors.items():
+        pieces.append(TensorPart(name, 0, 0, info.shape[0], size))
+        size += info.bytes
+    chunk = Chunk("all", size, "", tuple(pieces))
     (folder / MARK).write_bytes(Manifest(folder.name, dict(tensors), (chunk,)).encode())
     return folder
 
 
-def readers(device: str, shape: str, actor: dict[str, Any], rounds: int) -> dict[str, float]:
+def readers(device: str, shape: str, actor: Section, rounds: int) -> dict[str, float]:
+    """Figures of the readers of a version."""
     model = policy(shape, settings_of(actor, device), device)
     tensors, transfers = model.tensors(), Transfers(torch.device(device))
     engine = {
@@ -119,7 +113,7 @@ def readers(device: str, shape: str, actor: dict[str, Any], rounds: int) -> dict
     with tempfile.TemporaryDirectory(dir=memory) as name:
         slabs = [create_slab(Path(name) / f"slab-{number}", tensors) for number in range(2)]
         size = (slabs[0] / TENSORS).stat().st_size
-        # A version has the memory of the one before the last, so both stay mapped.
+        # A new version reuses the memory of the version before the last, so both stay mapped.
         for slab in slabs:
             model.load_tensors(open_slab(slab))
         turns = itertools.cycle(slabs)
@@ -136,59 +130,60 @@ def readers(device: str, shape: str, actor: dict[str, Any], rounds: int) -> dict
             "unmapped": lambda: model.load_hf(slabs[0]),
         }
         times = in_turns(acts | {"raw": raw_copy(size, device, to_device=True)}, rounds, device)
-    taken = {name: middle(seconds) for name, seconds in times.items()}
-    of_raw = {f"{name}_of_raw": taken["raw"] / taken[name] for name in acts}
-    return {"bytes": float(size), **of_raw, **{f"{name}_s": taken[name] for name in taken}}
+    seconds = {name: middle(values) for name, values in times.items()}
+    of_raw = {f"{name}_of_raw": seconds["raw"] / seconds[name] for name in acts}
+    return {"bytes": float(size), **of_raw, **{f"{name}_s": seconds[name] for name in seconds}}
 
 
 def checkpoint(
-    device: str, shape: str, actor: dict[str, Any], count: int, length: int
+    device: str, shape: str, actor: Section, count: int, length: int
 ) -> dict[str, float]:
-    """As in a run: memory for copies is made at start, then a step is trained, then the first one
-    is saved."""
+    """Figures of the first two checkpoints.
+
+    As in a run, memory for the copies is allocated at the start. Then a step is trained, and then
+    the first checkpoint is saved.
+    """
     from relax_hpc.net.rendezvous.channel import RankChannel
     from relax_hpc.training.checkpoint.saver import Saver
-    from relax_hpc.training.models.batches import collate
 
     ours = trainer(shape, actor, device)
-    # As a role does at its start: the collector leaves the objects of modules alone.
+    # As a role does at its start, so that the garbage collector ignores the objects of modules.
     gc.freeze()
     saver = Saver(ours, RankChannel(PATIENCE_S), PATIENCE_S)
     started = time.perf_counter()
     saver.prepare()
     saver.ready()
-    prepared = time.perf_counter() - started
-    ours.accumulate([collate(rows(count, length, ours.model.spec.vocab), 0, device)])
+    prepared_s = time.perf_counter() - started
+    ours.accumulate(new_batch(ours, count, length))
     ours.step(1e-6)
-    stalls, written = [], 0.0
+    blocked_s, written_s, size = [], 0.0, 0
     with tempfile.TemporaryDirectory() as folder:
         for number in (1, 2):
             sync(device)
             target = Path(folder) / f"i000001-step-{number:06d}"
-            stalls.append(timed(partial(saver.save, target, {"step": number}), device))
+            blocked_s.append(timed(partial(saver.save, target, {"step": number}), device))
             started = time.perf_counter()
             saver.settle()
-            written = time.perf_counter() - started
+            written_s = time.perf_counter() - started
             size = sum(path.stat().st_size for path in target.iterdir())
     times = in_turns({"raw": raw_copy(size, device, to_device=False)}, 5, device)
-    raw = middle(times["raw"])
-    found = {
+    raw_s = middle(times["raw"])
+    return {
         "bytes": float(size),
-        "first_s": stalls[0],
-        "second_s": stalls[1],
-        "raw_s": raw,
-        "written_s": written,
-    }
-    return found | {
-        "first_of_raw": stalls[0] / raw,
-        "second_of_raw": stalls[1] / raw,
-        "prepared_s": prepared,
+        "first_s": blocked_s[0],
+        "second_s": blocked_s[1],
+        "raw_s": raw_s,
+        "written_s": written_s,
+        "first_of_raw": blocked_s[0] / raw_s,
+        "second_of_raw": blocked_s[1] / raw_s,
+        "prepared_s": prepared_s,
     }
 
 
-def measure(device: str, what: str, **about: Any) -> dict[str, float]:
+def measure(device: str, what: str, **arguments: Any) -> dict[str, float]:
     """``what``: slab, readers or checkpoint."""
-    return {"slab": slab, "readers": readers, "checkpoint": checkpoint}[what](device, **about)
+    programs = {"slab": slab, "readers": readers, "checkpoint": checkpoint}
+    return programs[what](device, **arguments)
 
 
 if __name__ == "__main__":

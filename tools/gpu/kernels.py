@@ -1,4 +1,4 @@
-"""Our Triton kernels one by one: seconds of the first call, deviation from float64, milliseconds,
+"""Each Triton kernel of this code: seconds of the first call, deviation from float64, milliseconds,
 and the share of the bandwidth of a device copy.
 
 The kernels are limited by memory. `of_copy` is the time that a copy would take for the bytes that a
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from cases import Cases, DeviceTimer, largest_deviation
 from child import answer, sync
-from found import has
+from requirements import has
 from torch import Tensor
 
 T = TypeVar("T")
@@ -74,8 +74,8 @@ class KernelCases(Cases):
 def logprobs(
     device: str, vocabularies: Sequence[int], logits: int, copied_bytes: int
 ) -> Mapping[str, Any]:
-    """Terms and slopes of a chunk of ``logits`` logits, for each vocabulary, with entropies and
-    without."""
+    """Terms and slopes of a chunk of ``logits`` logits, for each size of the vocabulary, with and
+    without entropies."""
     cases = KernelCases(device, copied_bytes)
     for vocab in vocabularies:
         for entropy in (True, False):
@@ -133,7 +133,7 @@ def _measure_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A differentiable layer, and the same in torch for float64."""
+    """A differentiable layer, and its implementation in torch for float64."""
 
     kernel: Callable[..., Tensor]
     exact: Callable[..., Tensor]
@@ -216,8 +216,11 @@ def _measure_rotary(cases: KernelCases, shape: tuple[int, int, int, int], figure
         turned = torch.cat([-second, first], -1)
         return values * angles.double().cos() + turned * angles.double().sin()
 
-    moved = 2 * math.prod(shape)
-    layer = Layer(lambda values: kernel(values, angles), exact, (shape,), moved, moved)
+    # Each pass reads and writes all values.
+    moved_values = 2 * math.prod(shape)
+    layer = Layer(
+        lambda values: kernel(values, angles), exact, (shape,), moved_values, moved_values
+    )
     _measure_layer(cases, layer, figures)
 
 
@@ -312,7 +315,7 @@ def measure(device: str, what: str, **arguments: Any) -> Mapping[str, Any]:
     # Triton reads both variables when it is imported or when it compiles.
     os.environ["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
     with tempfile.TemporaryDirectory() as cache:
-        # Kernels that an earlier process has compiled would make the first call quick.
+        # An empty directory, because the first call is fast if another process compiled the kernel.
         os.environ["TRITON_CACHE_DIR"] = cache
         return GROUPS[what](device, **arguments)
 

@@ -1,8 +1,9 @@
-"""Measures the jobs of tools/gpu/jobs.py, one process after the other, the most valuable first, and
-prints the table of tools/gpu/rows.py.
+"""Measure the jobs of tools/gpu/jobs.py and print the table of tools/gpu/rows.py.
 
-With --store, each figure is stored as soon as it exists, and a second call measures only the jobs
-that have none.
+Each job is a process. They run one after the other, the most valuable first.
+
+With --store, the figures of a job are stored as soon as they exist, and a second call measures only
+the jobs without stored figures.
 
 python tools/gpu/measure.py --only step --store
 python tools/gpu/measure.py --device cpu --small
@@ -19,20 +20,20 @@ from pathlib import Path
 
 import torch
 from child import ask
-from found import has
 from jobs import JOBS, Job
+from requirements import has
 from results import FOLDER, load, machine, store
 from rows import COLUMNS, ROWS, Figures
 
 PROGRAMS = tuple(dict.fromkeys(job.program for job in JOBS.values()))
 RATES = "rates"
-"""The job of which other figures are shares."""
+"""Name of the job with the rates of the device. Other figures are shares of them."""
 _ONLY_FOR_GPUS = ("triton", "liger_kernel")
 _SHORTEST_LIMIT_S = 15.0
 
 
 def run(job: Job, device: str, small: bool, limit_s: float) -> Figures:
-    """The figures of a job, or an `error` that says why it has none."""
+    """Figures of a job, or an `error` with the reason why the job has none."""
     reason = obstacle(job, device)
     if reason:
         return {"error": f"not measured: {reason}"}
@@ -121,7 +122,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 if a job of ours failed for another reason than memory, a package or a missing GPU."""
+    """Exit code: 1 if a job of this code failed for another reason than its memory, a missing
+    package or a missing GPU."""
     options = parse(arguments)
     end = time.monotonic() + options.seconds
     description = machine(options.device)

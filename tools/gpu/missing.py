@@ -1,5 +1,4 @@
-"""pytest, where packages are missing: a test file that cannot be imported for want of one is
-skipped by its name."""
+"""Plugin of pytest that skips a test file if a package that it imports is not installed."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ _MISSING = re.compile(
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
     report = yield
-    if report.failed and (found := _MISSING.search(str(report.longrepr))):
-        report.outcome, report.longrepr = (
-            "skipped",
-            (str(collector.path), 0, f"Skipped: needs package {found[1] or found[2]}"),
-        )
+    match = _MISSING.search(str(report.longrepr)) if report.failed else None
+    if match:
+        report.outcome = "skipped"
+        reason = f"Skipped: needs package {match[1] or match[2]}"
+        report.longrepr = (str(collector.path), 0, reason)
     return report

@@ -1,5 +1,5 @@
-"""A step of data-parallel ranks, one GPU each, whose gradients are summed beside the last backward
-pass or after it."""
+"""Training steps of data-parallel ranks with one GPU each, whose gradients are summed during the
+last backward pass or after it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,30 @@ def measure(
     actor: dict[str, Any],
     steps: int = 6,
 ) -> dict[str, float]:
-    """What the first of ``ranks`` finds, see `overlap_rank`. RuntimeError: one of them fails, or
-    takes ``limit_s``."""
-    about = {
+    """Figures of the first of ``ranks`` processes, see `overlap_rank`.
+
+    RuntimeError: a process fails, or takes more than ``limit_s`` seconds.
+    """
+    arguments = {
         "shape": shape,
         "count": count,
         "length": length,
         "micro": micro,
         "actor": actor,
         "steps": steps,
+        "ranks": ranks,
     }
+
+    def run_rank(rank: int) -> dict[str, Any]:
+        return ask("overlap_rank", arguments | {"rank": rank}, device, limit_s)
+
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(ranks) as threads:
-        about |= {"ranks": ranks, "meeting": str(Path(folder, "meeting"))}
-        each = [{**about, "rank": rank} for rank in range(ranks)]
-        found = list(threads.map(lambda one: ask("overlap_rank", one, device, limit_s), each))
-    if errors := [one["error"] for one in found if "error" in one]:
+        arguments["meeting"] = str(Path(folder, "meeting"))
+        figures = list(threads.map(run_rank, range(ranks)))
+    errors = [figures_of_rank["error"] for figures_of_rank in figures if "error" in figures_of_rank]
+    if errors:
         raise RuntimeError(errors[0].removeprefix("FAILED: "))
-    return found[0]
+    return figures[0]
 
 
 if __name__ == "__main__":

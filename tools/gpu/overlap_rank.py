@@ -19,9 +19,9 @@ from relax_hpc.training import parallel
 from relax_hpc.training.models.families import spec_from_config
 
 _FIRST = 2
-"""Steps that bring kernels, and tell how often each parameter has a gradient."""
-_NEAR = 1e-3
-"""Of norms in bfloat16, whose sums may be made in another order."""
+"""Steps that are not measured. They load kernels and count the gradients of each parameter."""
+_NORM_TOLERANCE = 1e-3
+"""Relative difference of gradient norms. Sums in bfloat16 may have another order."""
 
 
 def measure(
@@ -36,8 +36,11 @@ def measure(
     meeting: str,
     steps: int = 6,
 ) -> dict[str, float]:
-    """Median seconds of a step of ``count`` rows of ``length`` tokens a rank, in micro-batches of
-    ``micro``, with and without overlap. RuntimeError: they have not the same gradient."""
+    """Median seconds of a step with and without overlap.
+
+    Each rank has ``count`` rows of ``length`` tokens, in micro-batches of ``micro`` tokens.
+    ``meeting``: file where the ranks exchange their addresses. RuntimeError: the gradients differ.
+    """
     split = ParallelConfig(data=ranks)
     parallel.initialize(
         split, rank, ranks, rank, dist.FileStore(meeting, ranks), device, 0, PATIENCE_S
@@ -45,18 +48,20 @@ def measure(
     from relax_hpc.training.models.batches import collate
 
     samples = rows(count * ranks, length, spec_from_config(hf_config(shape)).vocab)[rank::ranks]
-    each = max(1, micro // length)
-    parts = [samples[at : at + each] for at in range(0, count, each)]
+    rows_per_batch = max(1, micro // length)
+    starts = range(0, count, rows_per_batch)
+    micro_batches = [samples[start : start + rows_per_batch] for start in starts]
     settings = settings_of(actor, device)
     settings.parallel = split
-    seconds, norms = {}, {}
+    seconds: dict[str, float] = {}
+    norms: dict[str, float] = {}
     for name, overlapped in (("after_s", False), ("beside_s", True)):
         settings = copy.deepcopy(settings)
         settings.optimizer.overlap_gradients = overlapped
-        batches = [collate(part, 0, device) for part in parts]
+        batches = [collate(micro_batch, 0, device) for micro_batch in micro_batches]
         seconds[name], norms[name] = _steps(shape, settings, batches, device, steps)
         gc.collect()
-    if not math.isclose(*norms.values(), rel_tol=_NEAR):
+    if not math.isclose(*norms.values(), rel_tol=_NORM_TOLERANCE):
         raise RuntimeError(
             f"gradient norm {norms['beside_s']} with overlap, {norms['after_s']} without"
         )
@@ -66,26 +71,27 @@ def measure(
 def _steps(
     shape: str, settings: ActorConfig, batches: list[Any], device: str, steps: int
 ) -> tuple[float, float]:
-    """Median seconds of a step, and the gradient's norm in the last."""
+    """Median seconds of a step, and the gradient's norm in the last step."""
     from megatron.core import tensor_parallel
 
     from relax_hpc.training.model import PolicyModel
     from relax_hpc.training.trainer import Trainer
 
-    # The same weights each time.
+    # Both calls begin with the same weights.
     torch.manual_seed(0)
     tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     model = PolicyModel(
         hf_config(shape), ModelConfig(dtype="bfloat16", device=device), settings.parallel, settings
     )
-    trainer, norms = Trainer.from_settings(model, Grpo(), settings, 1.0), []
+    trainer = Trainer.from_settings(model, Grpo(), settings, 1.0)
+    norms: list[float] = []
 
     def step() -> None:
         trainer.accumulate(batches, last=True)
         norms.append(trainer.step(1e-6)["grad_norm"])
 
-    taken = [timed(step, device) for _ in range(_FIRST + steps)]
-    return middle(taken[_FIRST:]), norms[-1]
+    seconds = [timed(step, device) for _ in range(_FIRST + steps)]
+    return middle(seconds[_FIRST:]), norms[-1]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Rows of lognormal lengths, packed against padded, as tools/bench/packs.py has it, on a shape with
-random weights."""
+"""Rows of lognormal lengths, packed and padded: the comparison of tools/bench/packs.py for a shape
+with random weights."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ def measure(
     budget: int,
     rounds: int = 3,
 ) -> dict[str, float]:
-    """Rows of ``median`` tokens and ``longest`` at most, in micro-batches of ``budget``."""
+    """Compare rows of ``median`` tokens and at most ``longest``, in micro-batches of ``budget``
+    tokens."""
     model = policy(shape, settings_of(actor, device), device)
     from relax_hpc.training.trainer import Trainer
 
     trainer = Trainer(model, Sft(), OptimizerConfig(), 1.0)
-    about = Namespace(
+    options = Namespace(
         rows=rows, median=median, sigma=1.0, longest=longest, budget=budget, rounds=rounds
     )
-    found = {figure.name: figure.value for figure in compare(trainer, about)}
+    figures = {figure.name: figure.value for figure in compare(trainer, options)}
     return {
-        "of_padded": found["packed against padded"],
-        "padding": found["packed: of their tokens padding"],
-        "padding_of_padded": found["padded: of their tokens padding"],
-        "tokens_per_s": found["packed: rows' tokens a second"],
-        "micro_batches": found["packed: micro-batches"],
-        "micro_batches_of_padded": found["padded: micro-batches"],
+        "of_padded": figures["packed against padded"],
+        "padding": figures["packed: of their tokens padding"],
+        "padding_of_padded": figures["padded: of their tokens padding"],
+        "tokens_per_s": figures["packed: rows' tokens a second"],
+        "micro_batches": figures["packed: micro-batches"],
+        "micro_batches_of_padded": figures["padded: micro-batches"],
     }
 
 

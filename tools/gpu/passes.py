@@ -22,7 +22,7 @@ def host_and_total_s(act: Callable[[], object], rounds: int, device: str) -> tup
 
 
 def reset_peak(device: str) -> None:
-    """Free unused device memory, and begin to measure the peak again."""
+    """Free unused device memory, and restart the measurement of the peak."""
     if device == "cuda":
         import torch
 

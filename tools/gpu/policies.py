@@ -1,10 +1,10 @@
-"""Our policy and its trainer as they are measured: random weights of a shape, in bfloat16."""
+"""A policy of ours and its trainer: random weights of a shape, in bfloat16."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shapes import hf_config
+from shapes import hf_config, rows
 
 from relax_hpc.algorithms import Grpo
 from relax_hpc.config.load import build
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from relax_hpc.training.model import PolicyModel
     from relax_hpc.training.trainer import Trainer
 
+Section = dict[str, Any]
+"""The section `actor` of a configuration."""
 PATIENCE_S = 120.0
+"""Deadline of collectives."""
 
 
-def settings_of(actor: dict[str, Any], device: str) -> ActorConfig:
-    """An `actor` section. What runs on GPUs alone is left out on a CPU."""
+def settings_of(actor: Section, device: str) -> ActorConfig:
+    """Settings of ``actor``. On a CPU, without those that need a GPU."""
     settings = build(ActorConfig, actor)
     if device == "cpu":
         settings.kernels, settings.optimizer.offload = "plain", False
@@ -27,7 +30,7 @@ def settings_of(actor: dict[str, Any], device: str) -> ActorConfig:
 
 
 def policy(shape: str, settings: ActorConfig, device: str) -> PolicyModel:
-    """In a group of this process alone."""
+    """A policy in a group of one rank, this process."""
     parallel.initialize_alone(device, 0, PATIENCE_S)
     from relax_hpc.training.model import PolicyModel
 
@@ -36,10 +39,18 @@ def policy(shape: str, settings: ActorConfig, device: str) -> PolicyModel:
     )
 
 
-def trainer(shape: str, actor: dict[str, Any], device: str) -> Trainer:
+def trainer(shape: str, actor: Section, device: str) -> Trainer:
     """A policy with its optimizer."""
     settings = settings_of(actor, device)
     model = policy(shape, settings, device)
     from relax_hpc.training.trainer import Trainer
 
     return Trainer.from_settings(model, Grpo(), settings, 1.0)
+
+
+def new_batch(trained: Trainer, count: int, length: int) -> list[Any]:
+    """One micro-batch of ``count`` rows of ``length`` tokens."""
+    from relax_hpc.training.models.batches import collate
+
+    model = trained.model
+    return [collate(rows(count, length, model.spec.vocab), 0, str(model.device))]

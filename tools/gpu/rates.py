@@ -1,5 +1,7 @@
-"""What the device can do by itself, which figures are shares of: a product of matrices, and
-copies."""
+"""Rates of the device for a product of matrices and for copies.
+
+Other figures are shares of them.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,34 @@ from child import answer, in_turns, middle
 
 from relax_hpc.base.host_memory import allocate_host_memory
 
+_PRODUCTS = 10
+"""Products of matrices in each round."""
+
 
 def measure(device: str, size: int, copied_bytes: int, rounds: int = 10) -> dict[str, float]:
-    """Operations a second of a product of bfloat16 matrices [size, size], and bytes a second of
-    copies: on the device, read and written counted both; to and from pinned memory of the host, in
-    one piece."""
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    here, there = (torch.ones(copied_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    room = allocate_host_memory(copied_bytes, device == "cuda", "rates")
+    """Operations per second of a product of bfloat16 matrices [size, size], and bytes per second of
+    copies.
+
+    A copy on the device counts each byte twice, once read and once written. Copies to and from
+    pinned host memory are in one piece.
+    """
+    first, second = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
+    source = torch.ones(copied_bytes, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    host_memory = allocate_host_memory(copied_bytes, device == "cuda", "rates")
     acts = {
-        "matmul": lambda: [left @ right for _ in range(10)],
-        "copy": lambda: there.copy_(here),
-        "to_host": lambda: room.copy_(here, non_blocking=True),
-        "to_device": lambda: here.copy_(room, non_blocking=True),
+        "matmul": lambda: [first @ second for _ in range(_PRODUCTS)],
+        "copy": lambda: target.copy_(source),
+        "to_host": lambda: host_memory.copy_(source, non_blocking=True),
+        "to_device": lambda: source.copy_(host_memory, non_blocking=True),
     }
-    taken = {name: middle(times) for name, times in in_turns(acts, rounds, device).items()}
-    found = {
-        "matmul_flops": 10 * 2 * size**3 / taken["matmul"],
-        "copy": 2 * copied_bytes / taken["copy"],
+    seconds = {name: middle(times) for name, times in in_turns(acts, rounds, device).items()}
+    return {
+        "matmul_flops": _PRODUCTS * 2 * size**3 / seconds["matmul"],
+        "copy": 2 * copied_bytes / seconds["copy"],
+        "to_host": copied_bytes / seconds["to_host"],
+        "to_device": copied_bytes / seconds["to_device"],
     }
-    return found | {name: copied_bytes / taken[name] for name in ("to_host", "to_device")}
 
 
 if __name__ == "__main__":

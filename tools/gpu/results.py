@@ -1,4 +1,5 @@
-"""Figures of tools/gpu/check.sh as a file for each kind of device, in tools/bench/results."""
+"""Files with the figures of tools/gpu/check.sh, one for each kind of device, in
+tools/bench/results."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from found import version
+from requirements import version
 from rows import Figures
 
 from relax_hpc.base.rundir import write_json
@@ -25,7 +26,7 @@ _COMMAND_LIMIT_S = 60.0
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The device, the code and the packages that figures belong to."""
+    """Device, commit and versions of packages, which are stored with figures."""
     description: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "commit": _commit(),
@@ -63,7 +64,7 @@ def _output(command: list[str]) -> str:
 
 
 def path_of(device_name: str, folder: Path) -> Path:
-    """File of the figures of a kind of device.
+    """File with the figures of a kind of device.
 
     >>> path_of("NVIDIA H100 80GB HBM3", Path("results")).as_posix()
     'results/gpu-nvidia-h100-80gb-hbm3.json'
@@ -73,7 +74,7 @@ def path_of(device_name: str, folder: Path) -> Path:
 
 
 def load(description: Mapping[str, Any], folder: Path) -> dict[str, Figures]:
-    """Figures by job that are stored of the same device, commit and torch as ``description``."""
+    """Stored figures by job, if their device, commit and torch are those of ``description``."""
     path = path_of(description["device"], folder)
     if not path.exists():
         return {}
@@ -85,7 +86,7 @@ def load(description: Mapping[str, Any], folder: Path) -> dict[str, Figures]:
 
 
 def store(description: Mapping[str, Any], measured: Mapping[str, Figures], folder: Path) -> Path:
-    """Replace the file of the device."""
+    """Replace the file of the device in ``folder``. Return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(description["device"], folder)
     write_json(path, {"machine": description, "measured": measured})

@@ -1,5 +1,4 @@
-"""Shapes of models that are measured, with random weights, and the rows that they are trained
-on."""
+"""Shapes of measured models with random weights, and rows for their training."""
 
 from __future__ import annotations
 
@@ -42,28 +41,30 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def hf_config(name: str) -> dict[str, Any]:
-    """config.json of Qwen3 in a shape."""
-    about = {
+    """config.json of Qwen3 with the shape ``name``."""
+    family = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "max_position_embeddings": 40960,
     }
-    return (
-        SHAPES[name]
-        | about
-        | {"hidden_act": "silu", "attention_bias": False, "max_position_embeddings": 40960}
-    )
+    return SHAPES[name] | family
 
 
 def rows(count: int, length: int, vocab: int) -> list[dict[str, np.ndarray]]:
-    """Of so many random tokens, of which the first eighth is prompt."""
-    generator, made = np.random.default_rng(0), []
+    """``count`` rows of ``length`` random tokens. The first eighth of a row is the prompt."""
+    generator = np.random.default_rng(0)
+    samples = []
     for _ in range(count):
         mask = np.arange(length) >= length // 8
         old = generator.normal(-11.0, 0.3, length).astype(np.float32) * mask
         advantages = generator.normal(size=length).astype(np.float32) * mask
-        row = {"token_ids": generator.integers(3, vocab - 1, length).astype(np.int32)}
+        row: dict[str, np.ndarray] = {
+            "token_ids": generator.integers(3, vocab - 1, length).astype(np.int32)
+        }
         row |= {"loss_mask": mask.astype(np.uint8), "old_logprobs": old, "rollout_logprobs": old}
-        made.append(row | {"advantages": advantages})
-    return made
+        samples.append(row | {"advantages": advantages})
+    return samples

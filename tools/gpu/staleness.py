@@ -1,9 +1,9 @@
-"""Seconds of a training step with a real engine: engine and actor take turns on the same device, or
+"""Seconds of a training step with a real engine. Engine and actor take turns on the same device, or
 run at the same time at staleness 0 or 1.
 
-The model has a real shape and random weights; its answers mean nothing, their times do. The runs
-are those of the quickstart in `tools/bench/modes.py`, with another model. On one GPU all groups
-share it.
+The model has a real shape and random weights. Its answers have no meaning, but they take as long as
+those of a trained model. The runs are those of the quickstart in `tools/bench/modes.py`, with
+another model. If there is one GPU, all groups share it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def measure(
     """
     flags = {"max_total_tokens": kv_tokens, "mem_fraction_static": share}
     if device == "cuda":
-        # Graphs of 58 prefill shapes took a minute of an H100's start; decoding is what counts.
+        # Capturing graphs of 58 prefill shapes takes a minute on an H100. They do not make decoding
+        # faster, which takes most of a step.
         flags["cuda_graph_backend_prefill"] = "disabled"
     flags |= json.loads(os.environ.get(FLAGS_VARIABLE, "{}"))
     options = {
@@ -88,9 +89,9 @@ def measure(
         folder = Path(name)
         make_model(folder / "model", shape, device)
         options["model.path"] = folder / "model"
-        words = [f"--{key}={value}" for key, value in options.items()]
+        assignments = [f"--{key}={value}" for key, value in options.items()]
         try:
-            path = run(folder / "run", mode, 0, steps, *words)
+            path = run(folder / "run", mode, 0, steps, *assignments)
         except subprocess.CalledProcessError as error:
             output = (folder / "run.txt").read_text()
             print(output, file=sys.stderr)

@@ -1,4 +1,7 @@
-"""What a machine has for this code, and what it lacks; exit code 78 if it cannot even begin."""
+"""List the packages and GPUs that this machine has and lacks.
+
+Exit code 78: a needed package or GPU is missing.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,22 @@ NEEDED |= {
     name: name
     for name in ("numpy", "psutil", "msgpack", "xxhash", "jsonargparse", "h5py", "safetensors")
 }
-"""Module -> package: without these nothing runs."""
-WANTED = {
-    "triton": ("triton", "kernels of our own"),
+"""Packages without which no program runs, by module."""
+OPTIONAL = {
+    "triton": ("triton", "the fused kernels"),
     "transformers": ("transformers", "the peer, and most tests of training"),
     "liger_kernel": ("liger-kernel", "the peer with fused layers"),
     "transformer_engine": ("transformer-engine", "actor.kernels: te"),
-    "sglang": ("sglang", "the engine: what modes cost"),
+    "sglang": ("sglang", "the engine, for the cost of modes"),
     "sgl_kernel": ("sglang-kernel", "the engine's kernels"),
     "mpi4py": ("mpi4py", "groups of several ranks"),
     "pyarrow": ("pyarrow", "prompts in parquet"),
 }
+"""Package and its use, by module."""
 
 
 def has(module: str) -> bool:
+    """Whether a module can be imported. It is not imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -42,59 +47,53 @@ def has(module: str) -> bool:
 
 
 def version(package: str) -> str:
+    """Version of an installed package, or "?"."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "?"
 
 
-def lacking(device: str) -> Iterator[str]:
-    """What is missing although the check goes on, one line each."""
-    for module, (package, use) in WANTED.items():
+def missing_options(device: str) -> Iterator[str]:
+    """One line for each missing package or GPU that the check can do without."""
+    for module, (package, use) in OPTIONAL.items():
         if not has(module):
             yield f"{package}: {use}"
     if has("mpi4py") and not Path(sys.prefix, "bin", "mpiexec").exists():
         yield "mpich: groups of several ranks (its wheel has the library and mpiexec)"
+    gpus = 0
     if device == "cuda":
         import torch
 
-    there = torch.cuda.device_count() if device == "cuda" else 0
-    if there < 1:
-        yield "a GPU: figures that mean something"
-    if there < 2:
-        yield "a second GPU: NCCL between ranks, and tensor, pipeline and data parallelism there"
+        gpus = torch.cuda.device_count()
+    if gpus < 1:
+        yield "a GPU: meaningful figures"
+    if gpus < 2:
+        yield "a second GPU: NCCL between ranks, and tensor, pipeline and data parallelism"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     device = parser.parse_args().device
-    if missing := [package for module, package in NEEDED.items() if not has(module)]:
-        print(
-            f"found: needed and missing: {', '.join(missing)}; put them beside torch, on this "
-            "Python's path"
-        )
+    missing = [package for module, package in NEEDED.items() if not has(module)]
+    if missing:
+        print(f"found: needed and missing: {', '.join(missing)}; install them for this Python")
         return 78
     import torch
 
-    print(
-        f"found: Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} "
-        "cores"
-    )
+    software = f"Python {platform.python_version()}, torch {torch.__version__}"
+    print(f"found: {software}, {os.cpu_count()} cores")
     if device == "cuda":
         if not torch.cuda.is_available():
-            print(
-                "found: no GPU that torch can use; --device cpu --small goes through everything "
-                "without one"
-            )
+            print("found: no GPU that torch can use; --device cpu --small needs none")
             return 78
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         print(f"found: {', '.join(names)}, CUDA {torch.version.cuda}")
-    there = [
-        f"{package} {version(package)}" for module, (package, _) in WANTED.items() if has(module)
-    ]
-    print(f"found: {', '.join(there) or 'no optional package'}")
-    for line in lacking(device):
+    packages = [package for module, (package, _) in OPTIONAL.items() if has(module)]
+    versions = [f"{package} {version(package)}" for package in packages]
+    print(f"found: {', '.join(versions) or 'no optional package'}")
+    for line in missing_options(device):
         print(f"missing: {line}")
     return 0
 
