@@ -19,7 +19,7 @@ from relax_hpc.rollout.engines.engine import GenerateRequest, Generation
 from relax_hpc.rollout.engines.pool import EngineId, assigned_engines
 from relax_hpc.rollout.replica import Replica
 from tests.helpers.audit import audit
-from tests.runs.test_bad_input import FaultyEngine, train_the_step, world  # noqa: F401
+from tests.helpers.faulty_engine import FaultyEngine, train_the_step, world  # noqa: F401
 
 pytestmark = pytest.mark.run
 

@@ -38,6 +38,7 @@ requires("torch", "transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from relax_hpc.training.weights.node_cache import staging_root  # noqa: E402
+from tests.helpers.faulty_data import make_data  # noqa: E402
 from tests.helpers.routes_engine import routes_of  # noqa: E402
 from tests.helpers.run_helpers import ALL  # noqa: E402
 from tests.helpers.weights_helpers import publish  # noqa: E402
@@ -51,7 +52,6 @@ from tests.runs.drawing_rollout import (  # noqa: E402
     sglang_process,
     stop_server,
 )
-from tests.runs.test_bad_input import make_data  # noqa: E402
 
 pytestmark = pytest.mark.run
 

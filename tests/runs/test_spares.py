@@ -26,8 +26,13 @@ from relax_hpc.rollout.prompt_source import PromptSource
 from relax_hpc.rollout.spares import has_spare
 from relax_hpc.tasks.files import open_train
 from tests.helpers.audit import audit
+from tests.helpers.faulty_engine import (
+    FaultyEngine,
+    train_the_step,
+    use_reward,
+    world,  # noqa: F401
+)
 from tests.helpers.run_helpers import queue_rows
-from tests.runs.test_bad_input import FaultyEngine, train_the_step, use_reward, world  # noqa: F401
 
 PROMPTS, V0 = 40, Version(1, 0)
 
@@ -88,7 +93,7 @@ def trained_prompts(world: SimpleNamespace) -> dict[int, str]:  # noqa: F811
 def test_at_staleness_0_spares_save_attempts_and_change_nothing(world, monkeypatch, share):  # noqa: F811
     """Prompts with odd numbers are filtered out."""
     world.config.rollout.filter, world.config.rollout.over_sampling = (
-        "tests.runs.test_bad_input:never_equal",
+        "tests.runs.test_faulty_engines:all_rewards_are_zero",
         share,
     )
     use_reward(monkeypatch, lambda sample: float(int(sample.prompt[:-1]) % 2))

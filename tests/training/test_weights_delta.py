@@ -14,8 +14,7 @@ from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.training.weights import delta
 from relax_hpc.training.weights.subscriber import Subscriber
 from relax_hpc.training.weights.version_files import TENSORS
-from tests.helpers.weights_helpers import Source
-from tests.training.test_weights import SOON, Stage, stage  # noqa: F401
+from tests.helpers.weights_helpers import SOON_S, Source, Stage, stage  # noqa: F401
 
 SIZES = st.sampled_from(
     [1, 7, 4096, delta.BLOCK_BYTES, delta.BLOCK_BYTES + 1, 3 * delta.BLOCK_BYTES - 5]
@@ -65,7 +64,7 @@ class Far:
 
     def get(self) -> tuple[Version, dict[str, torch.Tensor]]:
         """The newest version, which it then serves."""
-        news, staged = self.reader.fetch(self.reader.newer().result(timeout=SOON))
+        news, staged = self.reader.fetch(self.reader.newer().result(timeout=SOON_S))
         found = {name: tensor.clone() for name, tensor in load_file(staged.path / TENSORS).items()}
         staged.release()
         version = Version.parse(news.version)
