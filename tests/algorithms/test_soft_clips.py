@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from relax_hpc.algorithms import Algorithm, Grpo, M2po, Sapo
 from relax_hpc.algorithms.base import CorrectionConfig, KlConfig
 from relax_hpc.algorithms.batch import TokenBatch
-from tests.algorithms.test_algorithm_family import loss_and_gradient, one_row
 from tests.algorithms.test_algorithms import random_batch
 from tests.effort import effort
+from tests.helpers.loss_helpers import loss_and_gradient, one_row
 
 
 def test_the_gate_of_sapo_is_open_where_nothing_has_moved() -> None:

@@ -34,7 +34,7 @@ from relax_hpc.net.rendezvous.affinity import (
     parse_cpu_list,
     read_cores,
 )
-from tests.cluster.test_render import SIZES, gpus_of, nodes_of
+from tests.helpers.cluster_sizes import SIZES, gpus_of, nodes_of
 from tests.helpers.slurm_sandbox import private_sandbox
 
 RANKS = st.lists(

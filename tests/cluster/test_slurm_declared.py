@@ -18,7 +18,7 @@ from relax_hpc.cluster.slurm.het_options import INHERITED
 from relax_hpc.cluster.slurm.layout import Component, components, time_limit_s
 from relax_hpc.cluster.slurm.render import render
 from relax_hpc.config import Config, load
-from tests.cluster.test_render import SIZES, gpus_of, nodes_of
+from tests.helpers.cluster_sizes import SIZES, gpus_of, nodes_of
 from tests.helpers.slurm_sandbox import private_sandbox
 
 pytestmark = pytest.mark.slurm

@@ -1,0 +1,37 @@
+"""Shipped sizes of clusters and example sites, as configurations for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.config import Config, load
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = sorted(
+    (ROOT / "configs" / "clusters").glob("*-nodes*.yaml"),
+    key=lambda path: (len(path.stem), path.stem),
+)
+SITES = sorted((ROOT / "configs" / "sites").glob("*.yaml"))
+FOUR_NODES = ROOT / "configs/clusters/4-nodes.yaml"
+
+
+def nodes_of(size: Path) -> int:
+    """Number of nodes in the name of a size."""
+    return int(size.stem.split("-")[0])
+
+
+def gpus_of(size: Path) -> int:
+    """GPUs of a node: 8, or the number after `-of-` in the name."""
+    return int(size.stem.partition("-of-")[2] or 8)
+
+
+def compose(size: Path, layout: str, site: Path | None = None, **overrides: Any) -> Config:
+    """Configuration of a run of `size` in `layout`, with settings of an example site."""
+    values = {
+        "name": "demo",
+        "run_dir": "/scratch/demo",
+        "layout": layout,
+        "site.python": "/opt/relax/bin/python",
+    }
+    return load([size, *([site] if site else [])], values | overrides)
