@@ -1,5 +1,4 @@
-"""A tokenizer with a chat template, an engine that draws from all before it alone, and environments
-of this process."""
+"""A tokenizer with a chat template, a deterministic engine, and environments in this process."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ TEMPLATE = """{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\\n" }}
 {%- if not enable_thinking -%}{{ "<think>\\n\\n</think>\\n\\n" }}{%- endif -%}{%- endif -%}"""
-"""What Qwen3's template makes of messages of text behind the first."""
+"""As Qwen3's template, for text messages after the first one."""
 _WORDS = Regex(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
@@ -65,49 +64,55 @@ _WORDS = Regex(
 
 
 def backend() -> Backend:
-    """A tokenizer of bytes with some merges, cut as Qwen's."""
-    made = Backend(models.BPE())
+    """A tokenizer of bytes with some merges. It splits text as Qwen's tokenizer does."""
+    tokenizer = Backend(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(_WORDS, "isolated"), byte_level]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
         vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    made.train_from_iterator(["user\nassistant\nthe tool said 12, then 34.\n\nand\n" * 3], trainer)
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
-    made.add_tokens([AddedToken(name, special=False, normalized=False) for name in ADDED])
-    return made
+    tokenizer.train_from_iterator(
+        ["user\nassistant\nthe tool said 12, then 34.\n\nand\n" * 3], trainer
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in SPECIAL]
+    )
+    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in ADDED])
+    return tokenizer
 
 
-def tokenizer_of(made: Backend) -> Tokenizer:
-    """The project's of it; a turn ends by <|im_end|>."""
-    ends = made.token_to_id("<|im_end|>"), made.token_to_id("<|endoftext|>")
-    found = Tokenizer(made, None, False, ends, ends[1])
-    found.directory = Path()
-    return found
+def wrap_tokenizer(wrapped: Backend) -> Tokenizer:
+    """The project's tokenizer around ``wrapped``. A turn ends with <|im_end|>."""
+    ends = wrapped.token_to_id("<|im_end|>"), wrapped.token_to_id("<|endoftext|>")
+    tokenizer = Tokenizer(wrapped, None, False, ends, ends[1])
+    tokenizer.directory = Path()
+    return tokenizer
 
 
 def template(enable_thinking: bool = True) -> ChatTemplate:
     return ChatTemplate(TEMPLATE, {"enable_thinking": enable_thinking}, "")
 
 
-class Drawing:
-    """An engine whose every token follows from those before it; each request is kept."""
+class DeterministicEngine:
+    """An engine whose next token depends only on the tokens before it and the sample."""
 
     def __init__(
-        self, tokenizer: Tokenizer, words: Sequence[str] = ("a", "b", "7"), version: int = 3
+        self, tokenizer: Tokenizer, texts: Sequence[str] = ("a", "b", "7"), version: int = 3
     ) -> None:
+        """``texts``: the engine generates the first token of each."""
         self.tokenizer, self.version = tokenizer, Version(1, version)
-        self.choices = [tokenizer.encode(word, special=False)[0] for word in words]
-        self.asked: list[GenerateRequest] = []
+        self.choices = [tokenizer.encode(text, special=False)[0] for text in texts]
+        self.requests: list[GenerateRequest] = []
         self.drawn = 0
+        """Number of generated tokens."""
 
     async def __call__(self, request: GenerateRequest) -> Generation | BadAnswer:
         draft = request.draft
         assert draft
-        self.asked.append(request)
+        self.requests.append(request)
         tokens, finish = list(draft.token_ids), "length"
         while len(tokens) < request.budget:
             draw = np.random.default_rng([*request.prompt_ids, *tokens, request.sample]).random()
@@ -123,18 +128,19 @@ class Drawing:
                 finish = "stop"
                 break
             draft.add([token], [-1.0], [self.version.encode()])
-            self.told()
+            self.note_token()
         new = len(tokens) - len(draft.token_versions)
         logprobs = [*draft.logprobs, *[-1.0] * new]
         versions = np.array([*draft.token_versions, *[self.version.encode()] * new], np.int32)
-        draft.ended = made = checked(Generation(tokens, logprobs, versions, finish), request.budget)
-        return made
+        generation = checked(Generation(tokens, logprobs, versions, finish), request.budget)
+        draft.ended = generation
+        return generation
 
-    def told(self) -> None:
-        """Called after each token that the draft has."""
+    def note_token(self) -> None:
+        """Called after each token of the draft."""
 
 
-class Inside:
+class InProcessEnvironments:
     """Opens environments in this process."""
 
     def __init__(self, kind: Callable[..., Environment], **options: Any) -> None:
@@ -145,34 +151,37 @@ class Inside:
 
     async def close(self) -> None: ...
 
-    async def open(self, beginning: Beginning) -> InsideSession:
+    async def open(self, beginning: Beginning) -> InProcessSession:
         self.opened.append(beginning)
-        session = InsideSession(self._kind(**self._options))
+        session = InProcessSession(self._kind(**self._options))
         session.opening = await session.messages(
-            await _settled(session.environment.reset(beginning))
+            await _await_if_needed(session.environment.reset(beginning))
         )
         return session
 
 
-class InsideSession:
+class InProcessSession:
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
         self.opening: tuple[Message, ...] = ()
 
     async def step(self, response: Response) -> tuple[Step, tuple[Message, ...]]:
-        step = await _settled(self.environment.step(response))
+        step = await _await_if_needed(self.environment.step(response))
         return step, await self.messages(step.observations)
 
     async def messages(self, observations: Sequence[Observation]) -> tuple[Message, ...]:
-        form = self.environment.format_observation
-        return tuple([Message(one.role, tuple(await _settled(form(one)))) for one in observations])
+        messages = list[Message]()
+        for observation in observations:
+            content = await _await_if_needed(self.environment.format_observation(observation))
+            messages.append(Message(observation.role, tuple(content)))
+        return tuple(messages)
 
     async def close(self) -> None:
-        await _settled(self.environment.close())
+        await _await_if_needed(self.environment.close())
 
 
-async def _settled(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
+async def _await_if_needed(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
 
 
 def player(
@@ -187,14 +196,14 @@ def player(
     bridge = TurnTokenizer(
         tokenizer, chat, max_tokens=settings.max_observation_tokens, note_cut=note_cut
     )
-    stage = EnvironmentBackend(Inside(kind), TurnRules(bridge, tokenizer, settings))
+    stage = EnvironmentBackend(InProcessEnvironments(kind), TurnRules(bridge, tokenizer, settings))
     return Player(stage, settings.max_faults, 60.0, note)
 
 
 def start(
     tokenizer: Tokenizer, ask: Any, text: str = "go", budget: int = 400, sample: int = 0
 ) -> EpisodeStart:
-    """An episode that begins with ``text`` as it stands."""
+    """Start of an episode whose prompt is ``text``, without a template."""
     prompt = Prompt(
         "p",
         tuple(tokenizer.encode(text, special=False, special_tokens=True)),

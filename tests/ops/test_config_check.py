@@ -30,7 +30,7 @@ class Unrewarded(Task):
         yield {"id": split, "prompt": "1?", "answer": "1"}
 
 
-COUNTING = {"environment.kind": "tests.rollout.test_turns:Counting"}
+COUNTING = {"environment.kind": "tests.helpers.turn_episodes:Counting"}
 PLAYED_BY_THE_TASK = {"data.task": "tests.tasks.test_tasks:TwoTurns", "warm_start.steps": 0}
 FINDINGS = [
     (
@@ -190,17 +190,20 @@ FINDINGS = [
     ),
     ({"environment.kind": "tool"}, ["environment.kind: found 'tool', allowed tools"]),
     (
-        {"environment.kind": "tests.rollout.test_turns:Counting", "environment.turn_tokens": 999},
+        {
+            "environment.kind": "tests.helpers.turn_episodes:Counting",
+            "environment.turn_tokens": 999,
+        },
         ["environment.turn_tokens: found 999, allowed: at most rollout.max_new_tokens"],
     ),
     (
         {
-            "environment.kind": "tests.rollout.test_turns:Counting",
+            "environment.kind": "tests.helpers.turn_episodes:Counting",
             "data.task": "tests.tasks.test_tasks:TwoTurns",
             "warm_start.steps": 0,
         },
         [
-            "environment.kind: found 'tests.rollout.test_turns:Counting' with task "
+            "environment.kind: found 'tests.helpers.turn_episodes:Counting' with task "
             "'tests.tasks.test_tasks:TwoTurns'"
         ],
     ),

@@ -31,7 +31,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.ops.checks.settings import check
 from tests.helpers.model_files import model_directory
-from tests.helpers.turns_helpers import Drawing, backend, player, tokenizer_of
+from tests.helpers.turns_helpers import DeterministicEngine, backend, player, wrap_tokenizer
 
 pytestmark = pytest.mark.run
 BENCH = Path(__file__).parents[2] / "tools" / "bench"
@@ -254,8 +254,12 @@ def test_an_engine_is_idle_where_places_are_free(bench):
 
 
 def test_the_bare_client_asks_for_what_the_episodes_had(bench):
-    rate, parts, tokenizer = bench("agentic_rate"), bench("agentic_parts"), tokenizer_of(backend())
-    drawing, asked = Drawing(tokenizer), list[dict[str, Any]]()
+    rate, parts, tokenizer = (
+        bench("agentic_rate"),
+        bench("agentic_parts"),
+        wrap_tokenizer(backend()),
+    )
+    drawing, asked = DeterministicEngine(tokenizer), list[dict[str, Any]]()
 
     class Engine:
         async def generate(self, request):

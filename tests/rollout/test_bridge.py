@@ -14,9 +14,9 @@ from relax_hpc.data.tokenizer import Tokenizer as ProjectTokenizer
 from relax_hpc.environments.base import Message
 from relax_hpc.rollout.episodes.turn_tokens import TurnTokenizer
 from tests.effort import effort
-from tests.helpers.turns_helpers import SPECIAL, backend, template, tokenizer_of
+from tests.helpers.turns_helpers import SPECIAL, backend, template, wrap_tokenizer
 
-TOKENIZER = tokenizer_of(backend())
+TOKENIZER = wrap_tokenizer(backend())
 END = TOKENIZER.eos_ids[0]
 said = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 texts = st.one_of(
@@ -163,7 +163,7 @@ def test_a_filter_makes_no_special_token_of_what_is_said(filtering, applied, nam
     assert TOKENIZER._backend.decode(heard, skip_special_tokens=False).count(f"{name}a{name}") == 1
 
 
-def test_behind_a_special_token_a_tokenizer_of_sentencepiece_puts_no_blank() -> None:
+def test_behind_a_special_token_a_wrap_tokenizer_sentencepiece_puts_no_blank() -> None:
     """Llama 2 and Mistral: a text's first word gets a blank, but not what follows a special
     token."""
     tokens = ["<s>", "</s>", *"abc▁:", "▁a", "ab"]

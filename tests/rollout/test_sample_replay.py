@@ -37,7 +37,7 @@ from relax_hpc.tasks.files import open_evals, open_train
 from relax_hpc.training.models.tiny_model import write_tokenizer
 from tests.helpers.media_prompts import png, seeing_model
 from tests.helpers.queue_helpers import make_run
-from tests.helpers.turns_helpers import Drawing
+from tests.helpers.turns_helpers import DeterministicEngine
 
 TABLE = {"says": ["a lamp.", "a door.", "end."], "reward": 0.5}
 TICKET, NAME = 3, "000000003.01"
@@ -109,7 +109,7 @@ async def keep(run: RunDir, config: Config, evaluates: bool = False) -> None:
     async def play(prompt: Prompt, ticket: int) -> list[Episode | BadAnswer]:
         requests = requests_for(prompt, ticket, 2, sampling, config.rollout.max_new_tokens)
         return [
-            await player.play(History(), EpisodeStart(prompt, one, Drawing(tokenizer)))
+            await player.play(History(), EpisodeStart(prompt, one, DeterministicEngine(tokenizer)))
             for one in requests
         ]
 

@@ -1,5 +1,5 @@
-"""What an environment and a template see of an episode of several turns, and its reward if it ends
-too early."""
+"""Inputs of the environment and of the template in an episode of several turns, and the reward of an
+episode that ends too early."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from relax_hpc.rewards.environment_reward import environment
 from relax_hpc.rollout.engines.engine import Episode
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.rows import reward_input
-from tests.helpers.turns_helpers import TEMPLATE, Drawing, player, start
-from tests.rollout.test_turns import BUDGET, PROMPT, TOKENIZER, Contexts, spelled
+from tests.helpers.turn_episodes import BUDGET, PROMPT, TOKENIZER, Contexts, decode_all
+from tests.helpers.turns_helpers import TEMPLATE, DeterministicEngine, player, start
 
 
 def play(
     kind: type[Environment], source: str = TEMPLATE, text: str = PROMPT, **limits: int
 ) -> tuple[Episode, list[str]]:
-    """An episode, and the ends that were counted because there was no reward."""
+    """An episode, and the reasons for which it ended before it had a reward."""
     counted, chat = list[str](), ChatTemplate(source, {"enable_thinking": True}, "")
     playing = player(kind, TOKENIZER, chat, **limits)
     playing._note_unrewarded = counted.append
     try:
         episode = asyncio.run(
-            playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), text, BUDGET))
+            playing.play(History(), start(TOKENIZER, DeterministicEngine(TOKENIZER), text, BUDGET))
         )
     finally:
         chat.close()
@@ -38,7 +38,7 @@ def play(
 
 
 class RewardingLate(Environment):
-    """Gives its reward at its end alone."""
+    """Gives a reward only when it is done."""
 
     def step(self, response: Response) -> Step:
         done = response.turn == 5
@@ -49,7 +49,7 @@ class RewardingLate(Environment):
     ("limits", "ended"),
     [({"max_turns": 2}, "max_turns"), ({"episode_tokens": 30}, "episode_budget")],
 )
-def test_an_episode_that_ends_before_its_reward_has_0_and_is_counted(
+def test_an_episode_that_ends_before_its_reward_has_reward_0_and_is_counted(
     limits: dict[str, int], ended: str
 ) -> None:
     episode, counted = play(RewardingLate, **limits)
@@ -90,7 +90,7 @@ def test_a_template_sees_the_roles_of_all_messages_so_far() -> None:
     )
     source += "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
     episode, _ = play(Contexts, source, "<|im_start|>1user go<|im_end|><|im_start|>assistant ")
-    texts = [spelled(row.prompt, row.generation) for row in episode.rows]
+    texts = [decode_all(row.prompt, row.generation) for row in episode.rows]
     numbers = [
         [int(number) for number in re.findall(r"<\|im_start\|>(\d+)", text)] for text in texts
     ]
