@@ -1,4 +1,4 @@
-"""Environments that show media, and episodes of an engine that sees against them."""
+"""Environments that show media, and episodes of a multimodal engine against them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,27 @@ from relax_hpc.rollout.episodes.turns import EpisodeStart, TurnRules
 from relax_hpc.rollout.media import PromptMedia
 from tests.helpers.media_engine import SAMPLING, MediaEngine, film
 from tests.helpers.media_prompts import png
-from tests.helpers.turns_helpers import Inside
+from tests.helpers.turns_helpers import InProcessEnvironments
 
 ENDS = tuple(range(10, 40))
-"""Tokens that end a turn, of which one comes soon."""
+"""Tokens that end a turn, so many that the engine soon generates one."""
 
 
 class Showing(Environment):
     """Shows an image, a film with a text, and two images."""
 
-    shown = ((png(64, 96),), (film(1),), (png(32, 32, 1), png(32, 64, 2)))
+    media_by_turn = (
+        (("image", png(64, 96)),),
+        (film(1),),
+        (("image", png(32, 32, 1)), ("image", png(32, 64, 2))),
+    )
 
     def step(self, response: Response) -> Step:
-        if response.turn == len(self.shown):
+        if response.turn == len(self.media_by_turn):
             return Step(done=True)
-        named = [
-            one if isinstance(one, tuple) else ("image", one) for one in self.shown[response.turn]
-        ]
-        media = tuple(MediaPart(str(kind), content) for kind, content in named)
+        media = tuple(
+            MediaPart(str(kind), content) for kind, content in self.media_by_turn[response.turn]
+        )
         return Step((Observation("so" if response.turn == 1 else "", media),))
 
 
@@ -50,35 +53,33 @@ class Torn(Environment):
         return Step((Observation(media=(MediaPart("image", png()[:200]),)),))
 
 
-def shown(
+def play_with_media(
     seeing: MediaEngine, folder: Path, kind: type[Environment]
 ) -> tuple[Prompt, Episode | BadAnswer]:
     """A prompt with an image, and an episode that begins with it."""
-    named: Future[bool] = Future()
-    named.set_result(True)
-    tickets = SimpleNamespace(register_media=lambda *_: named)
+    registered: Future[bool] = Future()
+    registered.set_result(True)
+    tickets = SimpleNamespace(register_media=lambda *_: registered)
     client: Any = SimpleNamespace(config=Config(), media=seeing.store, tickets=tickets)
-    model, asked = seeing.models[0], seeing.asked(png(seed=5))
+    model, template = seeing.models[0], seeing.asked(png(seed=5))
     tokenizer, media = load_tokenizer(model), PromptMedia(client, model, folder / "evaluations")
-    how = MediaRules.from_config(DataConfig(), model, folder)
-    assert how
-    bridge, observed = (
-        TurnTokenizer(tokenizer, None, dict(how.placeholders)),
-        ObservedMedia(media, how, tokenizer),
-    )
+    rules = MediaRules.from_config(DataConfig(), model, folder)
+    assert rules
+    bridge = TurnTokenizer(tokenizer, None, dict(rules.placeholders))
+    observed = ObservedMedia(media, rules, tokenizer)
     stage = EnvironmentBackend(
-        Inside(kind), TurnRules(bridge, tokenizer, EnvironmentConfig(turn_tokens=30), observed)
+        InProcessEnvironments(kind),
+        TurnRules(bridge, tokenizer, EnvironmentConfig(turn_tokens=30), observed),
     )
-    prompt = Prompt("p", asked.prompt_ids, "look", "a", media=asked.media)
-    request = replace(asked, sampling=replace(SAMPLING, stop_token_ids=ENDS), budget=400)
+    prompt = Prompt("p", template.prompt_ids, "look", "a", media=template.media)
+    request = replace(template, sampling=replace(SAMPLING, stop_token_ids=ENDS), budget=400)
+    beginning = EpisodeStart(prompt, request, seeing.engine.generate, ticket=7)
 
-    async def played() -> Episode | BadAnswer:
+    async def play() -> Episode | BadAnswer:
         try:
             player = Player(stage, 1, 60.0, lambda fault: None)
-            return await player.play(
-                History(), EpisodeStart(prompt, request, seeing.engine.generate, ticket=7)
-            )
+            return await player.play(History(), beginning)
         finally:
             await media.close()
 
-    return prompt, seeing.runner.run(played())
+    return prompt, seeing.runner.run(play())

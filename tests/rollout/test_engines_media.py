@@ -1,5 +1,4 @@
-"""Engines that see, and hear: what they say of tokens is what transformers says, by the media that
-they were given."""
+"""Engines with images, videos and sounds: their log-probabilities are those of transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ from tests.helpers.media_engine import (  # noqa: E402
     own_routes,
 )
 from tests.helpers.media_prompts import END, HEARING, IMAGE, START, png  # noqa: E402
-from tests.rollout.showing_environments import Showing, Torn, shown  # noqa: E402
+from tests.rollout.showing_environments import Showing, Torn, play_with_media  # noqa: E402
 from tests.videos.make import VIDEOS  # noqa: E402
 
 pytestmark = pytest.mark.run
@@ -55,16 +54,18 @@ def seeing(
 ) -> Iterator[MediaEngine]:
     with MediaEngine.started(
         request.param, tmp_path_factory.mktemp(request.param), caches=True
-    ) as found:
-        yield found
+    ) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("kind", ["transformers", "sglang"])
-def test_sounds_images_videos_and_texts_are_in_flight_at_once(kind: str, tmp_path: Path) -> None:
-    """A sound alone is the same beside longer ones; two of them beside an image have SGLang's own
-    positions fail."""
+def test_requests_with_sounds_images_videos_and_text_run_together(
+    kind: str, tmp_path: Path
+) -> None:
+    """The result for a sound does not depend on longer sounds in the same batch. SGLang's own
+    positions are wrong for two sounds and an image."""
     with MediaEngine.started(kind, tmp_path, HEARING) as hearing:
-        named = [
+        media_of_requests = [
             (),
             (noise(0.4),),
             (noise(2.3, 1),),
@@ -74,44 +75,58 @@ def test_sounds_images_videos_and_texts_are_in_flight_at_once(kind: str, tmp_pat
             (png(seed=1), film(1), noise(1.1, 4), film(2)),
             (noise(0.63, 5),),
         ]
-        asked = [hearing.asked(*media, sample=number) for number, media in enumerate(named)]
-        answers = hearing.answers(*asked)
+        requests = [
+            hearing.asked(*media, sample=number) for number, media in enumerate(media_of_requests)
+        ]
+        answers = hearing.answers(*requests)
         assert [
-            error(hearing.models[0], *pair) < CLOSE for pair in zip(asked, answers, strict=True)
+            error(hearing.models[0], *pair) < CLOSE for pair in zip(requests, answers, strict=True)
         ] == [True] * 8
-        # A video that is heard as well: its frames and its sound are there by turns.
+        # A video with sound: tokens of frames and of sound alternate.
         talking = Kind.VIDEO, (VIDEOS / "h264.mp4").read_bytes()
-        heard = [
+        with_sound = [
             hearing.asked(*media, heard=True)
             for media in ((talking,), (png(seed=2), talking, noise(1.2, 6)))
         ]
-        answers_heard = hearing.answers(*heard, asked[6])
-        for request, answer in zip(heard, answers_heard, strict=False):
+        answers_heard = hearing.answers(*with_sound, requests[6])
+        for request, answer in zip(with_sound, answers_heard, strict=False):
             kinds = [medium.kind for medium in request.media]
             assert kinds.count(Kind.AUDIO) == 1 + kinds.count(Kind.IMAGE)
             assert error(hearing.models[0], request, answer, heard=True) < CLOSE
-        other = replace(asked[2], media=hearing.asked(noise(2.3, 7)).media)
-        assert error(hearing.models[0], other, answers[2]) > 1000 * CLOSE
+        changed = replace(requests[2], media=hearing.asked(noise(2.3, 7)).media)
+        assert error(hearing.models[0], changed, answers[2]) > 1000 * CLOSE
         hearing.runner.run(
-            hearing.engine.update_weights(speaking(hearing.models[1]), Version(1, 1))
+            hearing.engine.update_weights(add_untrained_tensors(hearing.models[1]), Version(1, 1))
         )
-        again = hearing.answers(*asked)
+        updated_answers = hearing.answers(*requests)
         assert (
-            max(error(hearing.models[1], *pair) for pair in zip(asked, again, strict=True)) < CLOSE
+            max(
+                error(hearing.models[1], *pair)
+                for pair in zip(requests, updated_answers, strict=True)
+            )
+            < CLOSE
         )
 
 
 @pytest.mark.parametrize("kind", ["transformers", "sglang"])
-def test_experts_see_and_say_who_they_were(kind: str, tmp_path: Path) -> None:
-    """Started and updated from files as published, experts turned around, and by memory, where they
-    lie one by one. Tokens of images have routes like those of text."""
+def test_models_with_experts_read_images_and_report_routes(kind: str, tmp_path: Path) -> None:
+    """The engine loads published files, whose experts are stacked and transposed, and then a slab with
+    one tensor per expert. Tokens of images have routes like those of text."""
     shape = RouteShape(
         SEEING_EXPERTS.num_layers, SEEING_EXPERTS.num_experts, SEEING_EXPERTS.num_experts_per_tok
     )
     with MediaEngine.started(kind, tmp_path, SEEING_EXPERTS, routes=kind == "sglang") as seeing:
-        named = [(), (png(64, 96),), (png(96, 64, 1), png(32, 32, 2)), (film(3), png(seed=4)), ()]
-        asked = [seeing.asked(*media, sample=number) for number, media in enumerate(named)]
-        slab = make_slab(in_pieces(seeing.models[1], tmp_path / "pieces"), NEW, tmp_path)
+        media_of_requests = [
+            (),
+            (png(64, 96),),
+            (png(96, 64, 1), png(32, 32, 2)),
+            (film(3), png(seed=4)),
+            (),
+        ]
+        requests = [
+            seeing.asked(*media, sample=number) for number, media in enumerate(media_of_requests)
+        ]
+        slab = make_slab(split_experts(seeing.models[1], tmp_path / "pieces"), NEW, tmp_path)
         versions = [None, seeing.models[1], slab]
         for number, directory in enumerate(versions):
             if directory:
@@ -119,7 +134,7 @@ def test_experts_see_and_say_who_they_were(kind: str, tmp_path: Path) -> None:
                     seeing.engine.update_weights(directory, replace(NEW, number=number))
                 )
             model = seeing.models[min(number, 1)]
-            for request, answer in zip(asked, seeing.answers(*asked), strict=True):
+            for request, answer in zip(requests, seeing.answers(*requests), strict=True):
                 assert error(model, request, answer) < CLOSE
                 if kind == "sglang":
                     routes = np.concatenate([answer.before[NAME], answer.extras[NAME]])
@@ -127,8 +142,8 @@ def test_experts_see_and_say_who_they_were(kind: str, tmp_path: Path) -> None:
                     assert (np.sort(routes, 2) == np.sort(expected, 2)).all()
 
 
-def speaking(model: Path) -> Path:
-    """``model`` with a file of what is not trained, as versions have it."""
+def add_untrained_tensors(model: Path) -> Path:
+    """``model`` with a file of tensors that are not trained, as a published version has it."""
     talker = {
         "talker.model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 3),
         "code2wav.bias": torch.ones(5),
@@ -143,8 +158,8 @@ def speaking(model: Path) -> Path:
     return model
 
 
-def in_pieces(model: Path, folder: Path) -> Path:
-    """``model`` with experts one by one."""
+def split_experts(model: Path, folder: Path) -> Path:
+    """A copy of ``model`` with one tensor per expert."""
     folder.mkdir()
     copy_small(model, folder)
     spec, tensors = spec_from_config(read_config(model)), load_file(model / "model.safetensors")
@@ -158,58 +173,59 @@ def in_pieces(model: Path, folder: Path) -> Path:
     return folder
 
 
-def test_what_engines_see_in_each_turn_is_what_the_row_has(
+def test_engines_read_the_media_of_each_turn_as_the_row_has_them(
     seeing: MediaEngine, tmp_path: Path
 ) -> None:
-    """Also by the keys and values of the turns before; half of an image costs its episode."""
-    prompt, made = shown(seeing, tmp_path, Showing)
-    assert isinstance(made, Episode) and made.finish_reason == "env_done", made
-    (row,) = made.rows
+    """Keys and values of earlier turns are reused. A truncated image fails the episode."""
+    prompt, episode = play_with_media(seeing, tmp_path, Showing)
+    assert isinstance(episode, Episode) and episode.finish_reason == "env_done", episode
+    (row,) = episode.rows
     assert (
         len(row.turns) == 4
         and len(row.media) == 5
         and error_of_turns(seeing.models[0], row) < CLOSE
     )
-    (stored,) = rows_of(prompt, 7, {0: made})
+    (stored,) = rows_of(prompt, 7, {0: episode})
     assert check_media(stored, read_placeholders(seeing.models[0])) == sum(
         medium.tokens for medium in row.media
     )
-    _, torn = shown(seeing, tmp_path, Torn)
+    _, failure = play_with_media(seeing, tmp_path, Torn)
     assert (
-        isinstance(torn, BadAnswer)
-        and torn.reason == "environment_answer"
-        and "truncated" in str(torn)
+        isinstance(failure, BadAnswer)
+        and failure.reason == "environment_answer"
+        and "truncated" in str(failure)
     )
 
 
-def test_rows_with_images_and_without_are_in_flight_at_once(seeing: MediaEngine) -> None:
+def test_requests_with_and_without_images_run_together(seeing: MediaEngine) -> None:
     wide, high, small = png(64, 96), png(96, 64, 1), png(32, 32, 2)
-    asked = [
+    requests = [
         seeing.asked(*images, sample=k)
         for k, images in enumerate(
             [(), (wide,), (high, small), (film(3),), (wide, wide), (film(1), small, film(2)), ()]
         )
     ]
-    answers = seeing.answers(*asked)
-    for request, answer in zip(asked, answers, strict=True):
+    answers = seeing.answers(*requests)
+    for request, answer in zip(requests, answers, strict=True):
         assert error(seeing.models[0], request, answer) < CLOSE
         assert IMAGE not in answer.token_ids
-    # The engine looks at the image: by another one the same tokens have other log-probabilities.
-    other = replace(asked[1], media=seeing.asked(png(64, 96, 7)).media)
-    assert error(seeing.models[0], other, answers[1]) > 0.1
+    # With another image, the same tokens have other log-probabilities.
+    changed = replace(requests[1], media=seeing.asked(png(64, 96, 7)).media)
+    assert error(seeing.models[0], changed, answers[1]) > 0.1
 
 
-def test_a_response_goes_on_from_its_draft(seeing: MediaEngine) -> None:
+def test_a_response_with_media_continues_from_its_draft(seeing: MediaEngine) -> None:
     request = seeing.asked(png(seed=3))
     (whole,) = seeing.answers(request)
     draft = Draft(whole.token_ids[:3], whole.logprobs[:3], whole.token_versions[:3].tolist())
-    (rest,) = seeing.answers(replace(request, draft=draft))
+    (continued,) = seeing.answers(replace(request, draft=draft))
     assert (
-        rest.token_ids[:3] == whole.token_ids[:3] and error(seeing.models[0], request, rest) < CLOSE
+        continued.token_ids[:3] == whole.token_ids[:3]
+        and error(seeing.models[0], request, continued) < CLOSE
     )
 
 
-def test_what_a_tower_made_by_older_weights_is_not_used_again(seeing: MediaEngine) -> None:
+def test_embeddings_of_images_by_older_weights_are_not_reused(seeing: MediaEngine) -> None:
     request = seeing.asked(png(seed=4))
     seeing.answers(request)
     for number, model in ((1, seeing.models[1]), (2, seeing.models[0])):
@@ -218,23 +234,23 @@ def test_what_a_tower_made_by_older_weights_is_not_used_again(seeing: MediaEngin
         assert error(model, request, answer) < CLOSE
 
 
-def moved(media: Sequence[PromptMedium], by: int) -> tuple[PromptMedium, ...]:
+def shift_spans(media: Sequence[PromptMedium], offset: int) -> tuple[PromptMedium, ...]:
     return tuple(
-        replace(one, spans=tuple((start + by, length) for start, length in one.spans))
-        for one in media
+        replace(medium, spans=tuple((start + offset, length) for start, length in medium.spans))
+        for medium in media
     )
 
 
-def test_places_that_media_do_not_fit_are_refused_before_anything_is_asked(
+def test_spans_that_do_not_fit_the_media_are_refused_before_generation(
     seeing: MediaEngine,
 ) -> None:
-    """SGLang answers the first of these without a word, by wrong tokens."""
-    two, one = seeing.asked(png(), png(seed=1)), seeing.asked(png())
+    """SGLang answers the first request with wrong tokens and no error."""
+    double, single = seeing.asked(png(), png(seed=1)), seeing.asked(png())
     wrong = [
-        replace(two, media=two.media[1:]),
-        replace(one, media=()),
-        replace(one, media=moved(one.media, 1)),
-        replace(one, prompt_ids=(*one.prompt_ids, START, IMAGE, END)),
+        replace(double, media=double.media[1:]),
+        replace(single, media=()),
+        replace(single, media=shift_spans(single.media, 1)),
+        replace(single, prompt_ids=(*single.prompt_ids, START, IMAGE, END)),
     ]
     for request in wrong:
         with pytest.raises(BadAnswer, match="bad_media"):

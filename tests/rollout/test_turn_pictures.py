@@ -35,7 +35,7 @@ class NumberedPictures:
     def __init__(self) -> None:
         self.count = 0
 
-    async def expand(self, ticket: int | None, ids: list[int], parts: Sequence[MediaPart]):
+    async def expand(self, ticket: int | None, ids: list[int], media_parts: Sequence[MediaPart]):
         expanded, media = list[int](), list[PromptMedium]()
         for token in ids:
             if token != PICTURE:
