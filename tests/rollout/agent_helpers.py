@@ -56,7 +56,7 @@ TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""As that of Qwen3, of which it leaves out what the policy has thought before."""
+"""Like the template of Qwen3. It leaves out earlier thoughts of the policy."""
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
@@ -87,7 +87,7 @@ def write_chat_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -100,11 +100,16 @@ TOOLS = [
         },
     }
 ]
+FUNCTION: dict[str, Any] = TOOLS[0]["function"]
+ARGUMENTS = {"a": 2, "b": 2}
+CALL = f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>'
+ANSWERS = [f"Let me see.\n{CALL}", "It is 4.", "Bye."]
+"""Answers of the engine of `addition_session`."""
 
 
 @dataclass
 class Chats:
-    """A model for chats."""
+    """A tokenizer and a template for chats."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -123,47 +128,47 @@ class Chats:
         return [*self.tokenizer.encode(text, special=False), self.end]
 
     def whole(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
-        """Tokens of a chat, made of its text in one piece."""
+        """Tokens of a whole chat, tokenised as one text."""
         text = self.template.render(list(messages), tools=tools or ())
         return self.tokenizer.encode(text, special=False, special_tokens=True)
 
 
 Say = Callable[[list[int], int], list[int]]
-"""Tokens of an answer to those of a prompt, and how many there may be."""
+"""Function of the prompt's tokens and the maximum number of tokens. Returns tokens of an answer."""
 
 
 @dataclass
 class ToldEngine:
-    """An engine that draws what `say` returns, and records its requests."""
+    """An engine that generates the tokens that `say` returns, and records its requests."""
 
     say: Say
     versions: Iterator[int] = field(default_factory=lambda: iter(range(1, 10_000)))
-    asked: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """Tokens of each request, and what it drew."""
+    requests: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    """Tokens of each request, and the tokens that the engine generated."""
 
     async def once(self, request: GenerateRequest) -> Generation | BadAnswer:
         draft = request.draft
         assert draft is not None
-        before, known = list(request.context_ids), len(draft.token_ids)
-        drawn = self.say(before, request.budget - known)
-        assert 0 < len(drawn) <= request.budget - known
+        before, drafted = list(request.context_ids), len(draft.token_ids)
+        drawn = self.say(before, request.budget - drafted)
+        assert 0 < len(drawn) <= request.budget - drafted
         await asyncio.sleep(0)
         version = Version(1, next(self.versions)).encode()
         draft.add(drawn, [-0.5] * len(drawn), [version] * len(drawn))
-        self.asked.append((before, drawn))
+        self.requests.append((before, drawn))
         versions = np.array(draft.token_versions, np.int32)
         draft.ended = Generation(list(draft.token_ids), list(draft.logprobs), versions, "stop")
         return draft.ended
 
     def start(self) -> EpisodeStart:
-        """Start of an episode that it is asked in."""
+        """Start of an episode with requests to this engine."""
         request = GenerateRequest((1, 2, 3), "7/p", 0, Sampling(1.0, 1.0, (), 0), 2000)
         return EpisodeStart(Prompt("p", (1, 2, 3), "2+2?", "4", {"level": 3}), request, self.once)
 
 
 @pytest.fixture(scope="module", name="chats")
 def chats_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chats]:
-    """A model for chats, made once for each test file."""
+    """A tokenizer and template for chats, shared by the tests of a file."""
     model = Chats.in_folder(tmp_path_factory.mktemp("model"))
     yield model
     model.template.close()
@@ -172,7 +177,7 @@ def chats_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chats]:
 def session_of(
     chats: Chats, engine: ToldEngine, history: History | None = None, **limits: int
 ) -> AgentSession:
-    """A session that asks ``engine``. ``limits``: fields of `EnvironmentConfig`."""
+    """A session with requests to ``engine``. ``limits``: fields of `EnvironmentConfig`."""
     bounds = Bounds(EnvironmentConfig(**{"max_turns": 50} | limits), 4000, 8000)
     renderer = Renderer(chats.template, chats.tokenizer)
     return AgentSession(
@@ -180,9 +185,9 @@ def session_of(
     )
 
 
-async def ask(session: AgentSession, messages: list[Body], **about: Any) -> Body:
-    """The message that answers a chat."""
-    body = json.dumps({"messages": messages, **about}).encode()
+async def ask(session: AgentSession, messages: list[Body], **fields: Any) -> Body:
+    """The message that answers a chat completion request. ``fields``: further fields of it."""
+    body = json.dumps({"messages": messages, **fields}).encode()
     reply = await session.reply(COMPLETIONS, body, 0)
     if session.error:
         raise session.error
@@ -204,3 +209,9 @@ def scripted(chats: Chats, *texts: str) -> ToldEngine:
     """An engine whose answers are these ``texts``, in this order."""
     answers = iter(texts)
     return ToldEngine(lambda before, limit: chats.said(next(answers)))
+
+
+def addition_session(chats: Chats) -> tuple[AgentSession, ToldEngine]:
+    """A session, and its engine that calls the tool `add`, tells the result and says goodbye."""
+    engine = scripted(chats, *ANSWERS)
+    return session_of(chats, engine, History()), engine

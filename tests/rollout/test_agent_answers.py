@@ -13,6 +13,7 @@ import pytest
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.rollout.agents.rendering import Renderer
 from tests.rollout.agent_helpers import (  # noqa: F401
+    CALL,
     COMPLETIONS,
     TEMPLATE,
     TOOLS,
@@ -26,8 +27,6 @@ from tests.rollout.agent_helpers import (  # noqa: F401
     scripted,
     session_of,
 )
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("put_back", ["</code>", "\n</code>"])
@@ -82,7 +81,7 @@ def test_a_thought_of_an_example_is_shown_as_the_policy_writes_it(chats: Chats) 
             await ask(session_of(replace(chats, template=template), engine), [USER, example, USER])
         finally:
             template.close()
-        assert "<think>Two and two.</think>four" in chats.tokenizer.decode(engine.asked[0][0])
+        assert "<think>Two and two.</think>four" in chats.tokenizer.decode(engine.requests[0][0])
 
     asyncio.run(play())
 
@@ -174,8 +173,9 @@ def texts_of(value: Any) -> str:
     """All texts of a JSON value in one."""
     if isinstance(value, str):
         return value
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return " ".join(map(texts_of, values))
+    if isinstance(value, dict):
+        return " ".join(map(texts_of, value.values()))
+    return " ".join(map(texts_of, value)) if isinstance(value, list) else ""
 
 
 def test_an_answer_without_a_text_is_an_empty_text(chats: Chats) -> None:

@@ -67,7 +67,7 @@ def test_a_bad_request_is_refused_by_name_and_draws_nothing(
         reply = await session.reply(COMPLETIONS, body, 0)
         assert (reply.status, code(reply.body)) == (400, says) and session.refused == {says: 1}
         assert code((await session.reply("/v1/embeddings", b"{}", 0)).body) == "unknown_path"
-        assert not rows(session) and not engine.asked
+        assert not rows(session) and not engine.requests
         assert (await ask(session, [USER]))["content"] == "fine"
 
     asyncio.run(play())
@@ -90,7 +90,7 @@ def test_a_message_that_the_template_leaves_out_is_refused(chats: Chats, is_new:
         assert (
             reply.status == 400 and "leaves out a message of the role system" in reply.body.decode()
         )
-        assert len(engine.asked) == int(not is_new) and session.refused == {"chat_template": 1}
+        assert len(engine.requests) == int(not is_new) and session.refused == {"chat_template": 1}
 
     asyncio.run(play())
 
@@ -104,7 +104,7 @@ def test_tools_that_the_template_does_not_show_are_refused(chats: Chats) -> None
             body = json.dumps({"messages": [USER], "tools": TOOLS}).encode()
             reply = await session.reply(COMPLETIONS, body, 0)
             assert reply.status == 400 and "does not show the tool 'add'" in reply.body.decode()
-            assert not engine.asked
+            assert not engine.requests
             await ask(session, [{"role": "system", "content": "Add."}, USER], tools=TOOLS)
         finally:
             template.close()
@@ -344,7 +344,7 @@ def test_a_prefilled_answer_is_refused_by_name(chats: Chats, path: str) -> None:
         assert (
             reply.status == 400
             and b"does not support assistant message prefill" in reply.body
-            and not engine.asked
+            and not engine.requests
         )
 
     asyncio.run(play())

@@ -26,6 +26,7 @@ from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.player import Player
 from relax_hpc.rollout.rows import reward_input
 from tests.rollout.agent_helpers import (  # noqa: F401
+    CALL,
     TOOLS,
     Chats,
     ToldEngine,
@@ -33,8 +34,6 @@ from tests.rollout.agent_helpers import (  # noqa: F401
     scripted,
 )
 from tests.rollout.gateway_helpers import LIMIT_S, Gateway, gateway
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
 
 
 @asynccontextmanager
@@ -79,7 +78,9 @@ def test_an_agent_program_that_knows_nothing_of_us_plays_an_episode(
             chat += [{"role": "tool", "content": "4"}]
             assert ids == [*chats.whole(chat, TOOLS), *chats.said("It is 4.")]
             both = zip(row.generation.token_ids, row.generation.token_versions, strict=True)
-            sampled = [token for _, drawn in engine.asked for token in drawn]
+            sampled = list[int]()
+            for _, generated in engine.requests:
+                sampled += generated
             assert [token for token, version in both if version] == sampled
             assert (episode.finish_reason, episode.outcome["reward"]) == ("env_done", 1.0)
             info = episode.outcome["info"]
@@ -297,7 +298,7 @@ def test_a_program_whose_endpoint_has_gone_is_begun_again_and_asks_for_the_same(
                 endpoint = player._backend._endpoint
 
                 async def once(request: GenerateRequest) -> Generation | BadAnswer:
-                    if len(engine.asked) == 1 and not gone.is_set():
+                    if len(engine.requests) == 1 and not gone.is_set():
                         gone.set()
                         if process == "forwarder":
                             endpoint._forwarder.kill()
@@ -308,7 +309,7 @@ def test_a_program_whose_endpoint_has_gone_is_begun_again_and_asks_for_the_same(
 
                 episode = await player.play(history, replace(engine.start(), ask=once))
             assert isinstance(episode, Episode) and not faults
-            assert len(episode.rows) == 2 and len(engine.asked) in (2, 3), (
+            assert len(episode.rows) == 2 and len(engine.requests) in (2, 3), (
                 "of the first answer there is a record"
             )
 
@@ -366,7 +367,7 @@ def test_what_a_program_asked_for_and_did_not_wait_for_is_no_part_of_its_episode
 
                 async def once(request: GenerateRequest) -> Generation | BadAnswer:
                     nonlocal waiting
-                    if not engine.asked:
+                    if not engine.requests:
                         return await engine.once(request)
                     waiting += 1
                     if waiting == 2:
