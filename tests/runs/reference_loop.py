@@ -1,11 +1,10 @@
-"""The synchronous run in one process: what a distributed run at max_staleness 0 must equal bit for
-bit.
+"""A synchronous run in one process. A distributed run at max_staleness 0 must equal it bit for bit.
 
-There is no queue, publisher, shard or role here, only a loop over the steps that says what each of
-them is: `python tests/runs/reference_loop.py CONFIG.yaml --run_dir D [--steps N]`. It prints one JSON
-line a step and leaves D/weights.safetensors (Hugging Face names) and D/rows.h5. One rank; the
-engine is `transformers`. With `--serve` lines of standard input, "CONFIG.yaml D", name the runs,
-which are made one after the other; "D" ends what is printed of each.
+It has no queue, publisher, shard or role, only a loop that defines each step:
+`python tests/runs/reference_loop.py CONFIG.yaml --run_dir D [--steps N]`. It prints one JSON line
+per step and writes D/weights.safetensors (Hugging Face names) and D/rows.shard. It has one rank and
+the engine `transformers`. With `--serve`, each line of standard input is "CONFIG.yaml D". Their
+runs are made one after the other, and the line "D" ends the output of each.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ Group = list[Row]
 
 @dataclass(slots=True)
 class StepRecord:
-    """One training step: its rows in ticket and sample order, and the metrics of each optimizer
+    """Rows of a training step in the order of tickets and samples, and metrics of each optimizer
     step."""
 
     step: int
@@ -76,8 +75,8 @@ class StepRecord:
     updates: list[dict[str, float]] = field(default_factory=list)
 
     def line(self) -> dict[str, object]:
-        """What is printed: the mean reward, SHA-256 of all token ids, and means over the optimizer
-        steps, of losses by their tokens."""
+        """Line of the output: the mean reward, SHA-256 of all token ids, and means over the
+        optimizer steps. Losses are weighted by their tokens."""
         tokens = hashlib.sha256(
             b"".join(row["token_ids"].tobytes() for row in self.rows)
         ).hexdigest()
@@ -93,18 +92,18 @@ class StepRecord:
 
 @dataclass(slots=True)
 class ReferenceResult:
-    """The whole run."""
+    """Results of a run."""
 
     steps: list[StepRecord]
     weights: dict[str, Tensor]
-    """Final ones, on the CPU, by Hugging Face name."""
+    """Final weights on the CPU, by their Hugging Face names."""
 
 
 def reference_run(config: Config, directory: Path, steps: int | None = None) -> ReferenceResult:
-    """Train `config` for its first `steps` (all) in this process, which becomes a megatron-core
-    group of one rank.
+    """Train the first `steps` (default: all) of `config`.
 
-    Model, data and the engine's copy of the weights go to `directory`.
+    This process becomes a megatron-core group of one rank. Model, data and the engine's copy of the
+    weights are in `directory`.
     """
     if (
         config.max_staleness
@@ -154,23 +153,19 @@ class Loop:
         self.copies = run.weights
 
     def step(self, number: int) -> StepRecord:
-        """Weights `number` generate, are scored and become weights `number` + 1."""
+        """Generate rows with weights `number`, score them, and train weights `number` + 1."""
         size = self.config.prompts_per_step
         groups = [self.generate(ticket) for ticket in range(number * size, (number + 1) * size)]
         self.judge(groups)
         self.score(groups)
-        record, actor = (
-            StepRecord(number, [row for group in groups for row in group]),
-            self.config.actor,
-        )
-        for mini_batch in self.config.algorithm.passes * split(
-            groups, self.config.algorithm.mini_batches
-        ):
+        record = StepRecord(number, rows_of(groups))
+        actor, algorithm = self.config.actor, self.config.algorithm
+        for mini_batch in algorithm.passes * split(groups, algorithm.mini_batches):
             for micro_batch in micro_batches(
                 mini_batch, actor.max_tokens_per_micro_batch, actor.balance_window
             ):
                 self.trainer.accumulate([tensors(micro_batch, self.config)])
-            lr = learning_rate(self.config.actor.optimizer, number, self.config.steps)
+            lr = learning_rate(actor.optimizer, number, self.config.steps)
             record.updates.append(self.trainer.step(lr))
         save_file(
             self.trainer.model.export_hf(),
@@ -181,10 +176,13 @@ class Loop:
         return record
 
     def generate(self, ticket: int) -> Group:
-        """The samples of the first attempt at a ticket that the filter lets pass."""
-        keeps = get_filter(self.config.rollout.filter)
-        groups = (self.attempt(ticket, number) for number in itertools.count())
-        return next(group for group in groups if keeps([row["reward"] for row in group]))
+        """The samples of the first attempt at a ticket that passes the filter."""
+        passes = get_filter(self.config.rollout.filter)
+        for number in itertools.count():
+            group = self.attempt(ticket, number)
+            if passes([row["reward"] for row in group]):
+                return group
+        raise AssertionError
 
     def attempt(self, ticket: int, number: int) -> Group:
         """The samples of an attempt, one after the other, with rewards."""
@@ -204,13 +202,12 @@ class Loop:
         return group
 
     def judge(self, groups: Sequence[Group]) -> None:
-        """Advantages, of whole steps: what follows from a prompt group alone is the same in
-        them."""
-        made = iter(
-            self.config.algorithm.token_advantages([[[row] for row in group] for group in groups])
-        )
-        for row in itertools.chain(*groups):
-            row["advantages"] = next(made)
+        """Set the advantages of a whole step. Those that depend on one prompt group only are the same
+        in a whole step."""
+        episodes = [[[row] for row in group] for group in groups]
+        advantages = self.config.algorithm.token_advantages(episodes)
+        for row, values in zip(rows_of(groups), advantages, strict=True):
+            row["advantages"] = values
 
     def score(self, groups: Sequence[Group]) -> None:
         """Log-probabilities by the policy before the step and by the reference."""
@@ -250,26 +247,31 @@ def row_of(prompt: Prompt, ticket: int, k: int, answer: Generation, reward: floa
     }
 
 
-def split(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
-    """`parts` mini-batches of as many consecutive groups each."""
-    size = len(groups) // parts
+def rows_of(groups: Sequence[Group]) -> list[Row]:
+    return list(itertools.chain(*groups))
+
+
+def split(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
+    """`count` mini-batches with equal numbers of consecutive groups."""
+    size = len(groups) // count
     return [groups[start : start + size] for start in range(0, len(groups), size)]
 
 
 def micro_batches(groups: Sequence[Group], budget: int, window: int = 1) -> Iterator[list[Row]]:
-    """Rows that go through the model together, of windows of whole groups, each in few parts of
-    about equal size."""
+    """Rows that go through the model together. Each window of whole groups is divided into few
+    micro-batches of about equal size."""
     for window_groups in windows(groups, window * budget):
-        yield from split_rows([row for group in window_groups for row in group], budget)
+        yield from split_rows(rows_of(window_groups), budget)
 
 
 def windows(groups: Sequence[Group], budget: int) -> Iterator[list[Group]]:
-    """Runs of consecutive groups whose rows have at most `budget` tokens together; a larger group
-    stands alone."""
+    """Consecutive groups whose rows have at most `budget` tokens together. A larger group is one
+    window."""
     start = 0
     for end in range(1, len(groups) + 1):
-        following = sum(len(row["token_ids"]) for group in groups[start : end + 1] for row in group)
-        if end == len(groups) or following > budget:
+        rows = rows_of(groups[start : end + 1])
+        tokens = sum(len(row["token_ids"]) for row in rows)
+        if end == len(groups) or tokens > budget:
             yield list(groups[start:end])
             start = end
 
@@ -284,28 +286,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, nargs="?")
     parser.add_argument("--run_dir", type=Path)
     parser.add_argument(
-        "--steps", type=int, help="only the first ones; the learning rate still follows the config"
+        "--steps",
+        type=int,
+        help="train only the first steps, with the learning rates of the config",
     )
-    parser.add_argument("--serve", action="store_true", help="runs that standard input names")
+    parser.add_argument("--serve", action="store_true", help="make the runs in standard input")
     args = parser.parse_args(argv)
     if args.serve:
         for line in sys.stdin:
             config, directory = map(Path, line.split())
-            leave(reference_run(load([config]), directory), directory)
+            write_results(reference_run(load([config]), directory), directory)
             print(directory, flush=True)
     elif args.config and args.run_dir:
-        leave(reference_run(load([args.config]), args.run_dir, args.steps), args.run_dir)
+        result = reference_run(load([args.config]), args.run_dir, args.steps)
+        write_results(result, args.run_dir)
     else:
         parser.error("a configuration and --run_dir, or --serve")
     return 0
 
 
-def leave(result: ReferenceResult, directory: Path) -> None:
-    """Print the steps, write weights and rows."""
+def write_results(result: ReferenceResult, directory: Path) -> None:
+    """Print the steps, and write weights and rows to `directory`."""
     for record in result.steps:
         print(json.dumps(record.line()))
     save_file(result.weights, directory / "weights.safetensors", metadata={"format": "pt"})
-    rows = [row for record in result.steps for row in record.rows]
+    rows = rows_of([record.rows for record in result.steps])
     ShardFiles(directory).write("rows.shard", pack(rows, FIELDS, {"by": "reference_loop"}))
 
 

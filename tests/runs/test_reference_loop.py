@@ -1,5 +1,5 @@
-"""At max_staleness 0 five roles that are killed and restarted equal one synchronous loop, bit for
-bit."""
+"""At max_staleness 0, five roles give the same results as one synchronous loop, bit for bit, even if
+they are killed and restarted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
 requires("megatron", "transformers")
 
 RUN_S = 240.0
-# A prompt group is at most 40 tokens: three or so fit a window of the actor or one of actor_fwd,
-# and a group is cut for the actor and the reference. Which samples share a micro-batch changes the
-# last bits of losses and weights.
+# A prompt group has at most 40 tokens. About three groups fit into a window of the actor or of
+# actor_fwd, and actor and reference split a group. The last bits of losses and weights depend on
+# which samples share a micro-batch.
 PLAIN = {
     "warm_start": {"steps": 30, "batch_size": 32, "lr": 1e-2},
     "algorithm": {"passes": 2, "log_entropy": True},
@@ -70,7 +69,7 @@ INSIDE = {
     "actor": {"forward": ["actor_fwd", "reference"]},
     "groups": {"actor_fwd": None, "reference": None},
 }
-"""The actor scores too: two processes fewer that import torch."""
+"""The actor scores too, so two processes fewer import torch."""
 EXACT = ("token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs")
 EXACT += ("reward", "advantages", "prompt_id", "finish_reason")
 METRICS = {
@@ -84,21 +83,22 @@ METRICS = {
     "kl/old": "kl/old",
     "kl/reference": "kl/reference",
 }
-"""Tag of metrics.jsonl -> name in the reference's line."""
+"""Name in the line of the reference, by the tag in metrics.jsonl."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run, or the reference, came to."""
+    """Results of a run or of the reference."""
 
     lines: list[dict[str, Any]]
+    """Metrics of each step."""
     rows: dict[str, Row]
     weights: dict[str, Tensor]
 
 
 class References:
-    """The reference loop in a process of its own, which does one run after the other: most of one
-    is its start."""
+    """A process with the reference loop, which makes several runs one after the other, because its
+    start takes most of its time."""
 
     def __init__(self, errors: Path) -> None:
         self.errors, self.script = errors, Path(__file__).with_name("reference_loop.py")
@@ -111,12 +111,10 @@ class References:
                 text=True,
             )
 
-    def begin(self, directory: Path, overrides: dict[str, Any]) -> Callable[[], Outcome]:
-        """Start a reference run; call what this returns to wait for its outcome."""
-        config, root = (
-            run_helpers.write_config(directory / "reference.yaml", overrides),
-            directory / "reference",
-        )
+    def start_run(self, directory: Path, overrides: dict[str, Any]) -> Callable[[], Outcome]:
+        """Start a reference run. Return a function that waits for its outcome."""
+        config = run_helpers.write_config(directory / "reference.yaml", overrides)
+        root = directory / "reference"
         self.process.stdin.write(f"{config} {root}\n")
         self.process.stdin.flush()
         return partial(self._outcome, root)
@@ -124,15 +122,19 @@ class References:
     def _outcome(self, root: Path) -> Outcome:
         from safetensors.torch import load_file
 
-        lines: list[str] = []
-        while (line := self.process.stdout.readline().rstrip()) != str(root):
+        lines: list[dict[str, Any]] = []
+        while True:
+            line = self.process.stdout.readline().rstrip()
+            if line == str(root):
+                break
             assert line, self.errors.read_text()
-            # What a test that failed has not waited for ends with its own folder.
-            lines = [*lines, line] if line.startswith("{") else []
+            if line.startswith("{"):
+                lines.append(json.loads(line))
+            else:
+                # The end of a run that a failed test has not waited for.
+                lines.clear()
         return Outcome(
-            list(map(json.loads, lines)),
-            record_file.read(root / "rows.shard"),
-            load_file(root / "weights.safetensors"),
+            lines, record_file.read(root / "rows.shard"), load_file(root / "weights.safetensors")
         )
 
     def end(self) -> None:
@@ -142,17 +144,17 @@ class References:
 
 @contextmanager
 def reference(directory: Path, overrides: dict[str, Any]) -> Iterator[Callable[[], Outcome]]:
-    """One alone; call what this yields to wait for its outcome."""
-    made = References(directory / "errors.txt")
+    """Start one reference run. Yield a function that waits for its outcome."""
+    references = References(directory / "errors.txt")
     try:
-        yield made.begin(directory, overrides)
+        yield references.start_run(directory, overrides)
     finally:
-        made.end()
+        references.end()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def importable() -> Iterator[None]:
-    """What a configuration names of these tests, for runs and the reference alike."""
+    """Let runs and the reference import the modules of these tests that a configuration names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
         yield
@@ -160,13 +162,13 @@ def importable() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
-    made = References(tmp_path_factory.mktemp("references") / "errors.txt")
-    yield made
-    made.end()
+    references = References(tmp_path_factory.mktemp("references") / "errors.txt")
+    yield references
+    references.end()
 
 
-def outcome_of(running: Running) -> Outcome:
-    """Wait for the run's end and read what it left."""
+def await_outcome(running: Running) -> Outcome:
+    """Wait for the end of the run and read its results."""
     running.finish(RUN_S)
     run = running.run
     return Outcome(
@@ -174,247 +176,248 @@ def outcome_of(running: Running) -> Outcome:
     )
 
 
-def assert_equal(found: Outcome, expected: Outcome) -> None:
-    """Rows first, then losses by step, then weights: the first difference is nearest to its
+def assert_equal(outcome: Outcome, expected: Outcome) -> None:
+    """Compare rows, then losses by step, then weights, so that the first difference is close to its
     cause."""
-    assert found.rows.keys() == expected.rows.keys()
+    assert outcome.rows.keys() == expected.rows.keys()
     for name, row in expected.rows.items():
         for field in EXACT:
-            assert np.array_equal(found.rows[name][field], row[field]), f"{field} of {name}"
-    assert len(found.lines) == len(expected.lines)
-    for line, should in zip(found.lines, expected.lines, strict=True):
-        assert {tag: line[tag] for tag in METRICS} == {
-            tag: should[name] for tag, name in METRICS.items()
-        }
-    assert different(found, expected) == []
+            assert np.array_equal(outcome.rows[name][field], row[field]), f"{field} of {name}"
+    assert len(outcome.lines) == len(expected.lines)
+    for line, expected_line in zip(outcome.lines, expected.lines, strict=True):
+        assert {tag: line[tag] for tag in METRICS} == renamed_metrics(expected_line)
+    assert different_weights(outcome, expected) == []
 
 
-def different(one: Outcome, other: Outcome) -> list[str]:
-    """Names of weights that are not bit-equal."""
+def renamed_metrics(reference_line: dict[str, Any]) -> dict[str, float]:
+    """Metrics of the reference by the tags of a run."""
+    return {tag: reference_line[name] for tag, name in METRICS.items()}
+
+
+def different_weights(outcome: Outcome, expected: Outcome) -> list[str]:
+    """Names of weights that are not equal bit for bit."""
     import torch
 
-    assert one.weights.keys() == other.weights.keys()
-    return [
-        name for name, value in one.weights.items() if not torch.equal(value, other.weights[name])
-    ]
+    assert outcome.weights.keys() == expected.weights.keys()
+    pairs = {name: (value, expected.weights[name]) for name, value in outcome.weights.items()}
+    return [name for name, pair in pairs.items() if not torch.equal(*pair)]
 
 
 @pytest.fixture(scope="module")
 def plain(
     references: References, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Outcome, Outcome, Path]:
-    """A run whose actor_fwd hears late of versions, its reference, and the model that both began
-    with."""
+    """Outcomes of a run whose actor_fwd receives versions late, and of its reference; and the model
+    with which both start."""
     directory = tmp_path_factory.mktemp("plain")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in late_news.environment(directory / "hook").items():
             patch.setenv(name, value)
-        expected = references.begin(directory, PLAIN)
+        await_reference = references.start_run(directory, PLAIN)
         with run_helpers.running(directory, PLAIN) as running:
-            found, should = outcome_of(running), expected()
+            outcome, expected = await_outcome(running), await_reference()
     (log,) = running.run.logs("actor_fwd", 1).glob("actor_fwd-rank-0.log")
     late = [line for line in log.read_text().splitlines() if line.startswith(late_news.SAID)]
-    assert late == [f"{late_news.SAID} {step}" for step in (1, 2)], "wherever it could be"
-    return found, should, running.run.model
+    assert late == [f"{late_news.SAID} {step}" for step in (1, 2)], "in each step that can be late"
+    return outcome, expected, running.run.model
 
 
 def test_a_run_equals_the_synchronous_loop(plain):
-    found, expected, _ = plain
-    assert len(found.rows) == 48 and len(found.lines) == 3
-    assert all(line["reward/std"] > 0 for line in found.lines), (
-        "without a signal weights would hardly move"
-    )
-    assert_equal(found, expected)
+    outcome, expected, _ = plain
+    assert len(outcome.rows) == 48 and len(outcome.lines) == 3
+    # Equal rewards would hardly change the weights.
+    assert all(line["reward/std"] > 0 for line in outcome.lines)
+    assert_equal(outcome, expected)
 
 
 def test_two_data_ranks_train_as_one_on_episodes_that_were_cut_into_rows(
     references, plain, tmp_path, capsys
 ):
-    """Each on its share of every window, while the rest is still generated; sums differ only in
-    their order. An episode's rows may be of both ranks, and of several micro-batches; together they
-    weigh as much as if it were one."""
+    """Each rank trains its share of every window while the next rows are generated, so only the
+    order of sums differs. The rows of an episode may be on both ranks and in several micro-batches.
+    Together they have the weight of one row."""
     import torch
 
-    over = {"steps": 1, "actor": {"balance_window": 1}, "algorithm": {"reduction": "sequence_mean"}}
-    alone = with_model_of(plain, PLAIN, over)
-    expected = references.begin(tmp_path, alone)
-    two = {"parallel": {"data": 2}, "optimizer": {"overlap_gradients": True}}
-    cut = {"actor": two, "data": {"task": "tests.helpers.cut_episodes:CutSortDigits"}}
-    with run_helpers.running(
-        tmp_path, run_helpers.merged(alone, run_helpers.merged(INSIDE, cut))
-    ) as running:
-        found, should = outcome_of(running), expected()
-    ((line,), (wanted,)) = found.lines, should.lines
-    same = {tag: name for tag, name in METRICS.items() if tag != "loss/grad_norm"}
-    assert {tag: line[tag] for tag in same} == pytest.approx(
-        {t: wanted[n] for t, n in same.items()}, rel=1e-3, abs=1e-5
-    )
-    assert line["loss/grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-    for name, value in should.weights.items():
-        torch.testing.assert_close(found.weights[name], value, atol=1e-5, rtol=0)
-    assert_cut(found, should, line)
-    assert_shown(running.run, found, capsys)
-
-
-def assert_cut(found: Outcome, should: Outcome, line: dict[str, float]) -> None:
-    """The rows are those of the reference in one to three pieces, told apart by their ids."""
-    counts = []
-    for name, whole in should.rows.items():
-        ticket, episode, _ = parse_row_id(name)
-        pieces = [
-            row for name, row in found.rows.items() if parse_row_id(name)[:2] == (ticket, episode)
-        ]
-        made = len(whole["token_ids"]) - int(whole["prompt_len"])
-        assert len(pieces) == min(1 + episode % 3, made)
-        assert np.array_equal(pieces[-1]["token_ids"], whole["token_ids"])
-        for field in ("loss_mask", "rollout_logprobs", "advantages"):
-            together = sum(
-                np.pad(row[field], (0, len(whole[field]) - len(row[field]))) for row in pieces
-            )
-            np.testing.assert_allclose(together, whole[field], atol=1e-6)
-        assert {
-            (int(row["ticket"]), int(row["episode"]), float(row["reward"])) for row in pieces
-        } == {(ticket, episode, float(whole["reward"]))}
-        counts += [made]
-    assert {len(place) for place in map(parse_row_id, found.rows)} == {3} and len(found.rows) > len(
-        should.rows
-    )
-    assert line["reward/response_tokens"] == pytest.approx(np.mean(counts)), "each is sampled once"
-
-
-def assert_shown(run: RunDir, found: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each row is audited, exported and shown by its own id."""
-    result = audit(run)
-    assert result.problems == [] and result.trained == len(found.rows) and not result.dropped
-    kept = KeptRows(run).rows(0)
-    assert [row["row_id"] for row in kept] == sorted(found.rows)
-    assert all(row["versions"] == ["i000001-v000000"] for row in kept), "nobody sampled the rest"
-    assert main(["samples", str(run.root), "--json", "--limit", "0"]) == 0
-    shown = {one["id"]: one for one in json.loads(capsys.readouterr().out)["samples"]}
-    assert shown.keys() <= found.rows.keys() and {parse_row_id(name)[2] for name in shown} == {
-        0,
-        1,
-        2,
+    overrides = {
+        "steps": 1,
+        "actor": {"balance_window": 1},
+        "algorithm": {"reduction": "sequence_mean"},
     }
-    for name, one in shown.items():
-        assert (
-            one["tokens"] == found.rows[name]["loss_mask"].sum()
-            and one["fate"] == "trained i000001-v000000"
-        )
+    one_rank = with_model_of(plain, PLAIN, overrides)
+    await_reference = references.start_run(tmp_path, one_rank)
+    two_ranks = {"parallel": {"data": 2}, "optimizer": {"overlap_gradients": True}}
+    cut = {"actor": two_ranks, "data": {"task": "tests.helpers.cut_episodes:CutSortDigits"}}
+    settings = run_helpers.merged(one_rank, run_helpers.merged(INSIDE, cut))
+    with run_helpers.running(tmp_path, settings) as running:
+        outcome, expected = await_outcome(running), await_reference()
+    ((line,), (expected_line,)) = outcome.lines, expected.lines
+    metrics = renamed_metrics(expected_line)
+    grad_norm = metrics.pop("loss/grad_norm")
+    assert {tag: line[tag] for tag in metrics} == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+    assert line["loss/grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(outcome.weights[name], value, atol=1e-5, rtol=0)
+    lengths = assert_episodes_are_cut(outcome, expected)
+    assert line["reward/response_tokens"] == pytest.approx(np.mean(lengths)), "counted once each"
+    assert_rows_are_shown(running.run, outcome, capsys)
 
 
-def assert_close(found: Outcome, expected: Outcome) -> None:
-    """As `assert_equal` up to rounding: log-probs come from other micro-batches, so only what was
-    sampled is equal."""
+def assert_episodes_are_cut(outcome: Outcome, expected: Outcome) -> list[int]:
+    """Each row of the reference is one to three rows here, with ids that differ in the last part.
+
+    Return the tokens of each response.
+    """
+    lengths = []
+    for name, expected_row in expected.rows.items():
+        episode = parse_row_id(name)[:2]
+        rows = [row for name, row in outcome.rows.items() if parse_row_id(name)[:2] == episode]
+        length = len(expected_row["token_ids"]) - int(expected_row["prompt_len"])
+        assert len(rows) == min(1 + episode[1] % 3, length)
+        assert_is_divided(rows, expected_row)
+        keys = {(int(row["ticket"]), int(row["episode"]), float(row["reward"])) for row in rows}
+        assert keys == {(*episode, float(expected_row["reward"]))}
+        lengths.append(length)
+    assert len(outcome.rows) > len(expected.rows)
+    assert all(len(parse_row_id(name)) == 3 for name in outcome.rows)
+    return lengths
+
+
+def assert_is_divided(rows: list[Row], expected: Row) -> None:
+    """The last of ``rows`` has all tokens of ``expected``; together they have its other fields."""
+    assert np.array_equal(rows[-1]["token_ids"], expected["token_ids"])
+    for field in ("loss_mask", "rollout_logprobs", "advantages"):
+        size = len(expected[field])
+        padded = [np.pad(row[field], (0, size - len(row[field]))) for row in rows]
+        np.testing.assert_allclose(sum(padded), expected[field], atol=1e-6)
+
+
+def assert_rows_are_shown(
+    run: RunDir, outcome: Outcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each row is audited, exported and shown with its id."""
+    result = audit(run)
+    assert result.problems == [] and result.trained == len(outcome.rows) and not result.dropped
+    kept = KeptRows(run).rows(0)
+    assert [row["row_id"] for row in kept] == sorted(outcome.rows)
+    # The other rows of an episode have tokens of the task only, and still have the version.
+    assert all(row["versions"] == ["i000001-v000000"] for row in kept)
+    assert main(["samples", str(run.root), "--json", "--limit", "0"]) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    names = {sample["id"] for sample in samples}
+    assert names <= outcome.rows.keys()
+    assert {parse_row_id(name)[2] for name in names} == {0, 1, 2}
+    for sample in samples:
+        assert sample["tokens"] == outcome.rows[sample["id"]]["loss_mask"].sum()
+        assert sample["fate"] == "trained i000001-v000000"
+
+
+def assert_close(outcome: Outcome, expected: Outcome) -> None:
+    """Compare up to rounding. Log-probabilities come from other micro-batches, so only the sampled
+    tokens are equal."""
     import torch
 
-    assert found.rows.keys() == expected.rows.keys()
+    assert outcome.rows.keys() == expected.rows.keys()
     for name, row in expected.rows.items():
-        assert np.array_equal(found.rows[name]["token_ids"], row["token_ids"]), name
-    assert len(found.lines) == len(expected.lines)
-    for line, should in zip(found.lines, expected.lines, strict=True):
-        assert {tag: line[tag] for tag in METRICS} == pytest.approx(
-            {tag: should[name] for tag, name in METRICS.items()}, rel=1e-3, abs=1e-5
-        )
+        assert np.array_equal(outcome.rows[name]["token_ids"], row["token_ids"]), name
+    assert len(outcome.lines) == len(expected.lines)
+    for line, expected_line in zip(outcome.lines, expected.lines, strict=True):
+        metrics = renamed_metrics(expected_line)
+        assert {tag: line[tag] for tag in METRICS} == pytest.approx(metrics, rel=1e-3, abs=1e-5)
     for name, value in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], value, atol=1e-5, rtol=0)
+        torch.testing.assert_close(outcome.weights[name], value, atol=1e-5, rtol=0)
 
 
 def with_model_of(
-    plain: tuple[Outcome, Outcome, Path], base: dict[str, Any], over: dict[str, Any]
+    plain: tuple[Outcome, Outcome, Path], base: dict[str, Any], overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """Settings of a short run that begins with the model of `plain`, whose weights do not follow
-    rounding noise."""
-    quick = {
+    """Settings of a short run that starts with the model of `plain`. A large epsilon of Adam
+    prevents that weights follow rounding errors."""
+    settings = {
         "warm_start": {"steps": 0},
         "model": {"path": str(plain[2])},
         "actor": {"optimizer": {"eps": 1e-6}},
     }
-    return run_helpers.merged(run_helpers.merged(base, quick), over)
+    return run_helpers.merged(run_helpers.merged(base, settings), overrides)
 
 
-def test_without_actor_fwd_the_actors_own_log_probs_are_the_old_ones(references, plain, tmp_path):
-    """True on-policy, with a reference inside of the actor, and a user's own algorithm."""
-    own = {"name": "tests.helpers.own_algorithm:Opo", "scale": 2.0, "passes": 1}
-    once = with_model_of(plain, PLAIN, {"steps": 2, "algorithm": own})
+def test_without_actor_fwd_the_log_probs_of_the_actor_are_the_old_ones(references, plain, tmp_path):
+    """On-policy training with a reference in the actor and a user's algorithm."""
+    algorithm = {"name": "tests.helpers.own_algorithm:Opo", "scale": 2.0, "passes": 1}
+    settings = with_model_of(plain, PLAIN, {"steps": 2, "algorithm": algorithm})
     inside = {"actor": {"forward": ["reference"]}, "groups": {"actor_fwd": None, "reference": None}}
-    expected = references.begin(tmp_path, once)
-    with run_helpers.running(tmp_path, run_helpers.merged(once, inside)) as running:
-        found = outcome_of(running)
+    await_reference = references.start_run(tmp_path, settings)
+    with run_helpers.running(tmp_path, run_helpers.merged(settings, inside)) as running:
+        outcome = await_outcome(running)
         assert audit(running.run).problems == []
-    assert not any({"old_logprobs", "ref_logprobs"} & row.keys() for row in found.rows.values())
-    assert all(0 < line["algorithm/pushed_away"] < 1 for line in found.lines), (
-        "a metric that only this one has"
-    )
-    assert_close(found, expected())
+    assert not any({"old_logprobs", "ref_logprobs"} & row.keys() for row in outcome.rows.values())
+    # A metric of the user's algorithm.
+    assert all(0 < line["algorithm/pushed_away"] < 1 for line in outcome.lines)
+    assert_close(outcome, await_reference())
 
 
-def test_forward_roles_inside_of_the_actor(references, plain, tmp_path):
-    """Two passes of two mini-batches, with a KL to the reference, which comes back with the
-    actor."""
+def test_forward_roles_in_the_actor(references, plain, tmp_path):
+    """Two passes of two mini-batches, with a KL to the reference. After a kill the reference
+    restarts with the actor."""
     settings = with_model_of(plain, REGULARISED, {"steps": 3, "checkpoint": {"every": 1}})
-    expected = references.begin(tmp_path, settings)
+    await_reference = references.start_run(tmp_path, settings)
     with run_helpers.running(tmp_path, run_helpers.merged(settings, INSIDE)) as running:
         running.wait_for_step(1, RUN_S)
         running.kill("actor")
-        found = outcome_of(running)
+        outcome = await_outcome(running)
         assert audit(running.run).problems == []
     assert running.incarnations("actor") == 2
-    assert_close(found, expected())
+    assert_close(outcome, await_reference())
 
 
 @pytest.mark.skipif(not effort(0, 1), reason="a control of the others: env/test.sh --all")
 def test_another_seed_differs(references, plain, tmp_path):
-    found, _, model = plain
+    outcome, _, model = plain
     overrides = PLAIN | {"seed": 5, "model": {"path": str(model)}, "warm_start": {"steps": 0}}
-    other = references.begin(tmp_path, overrides)
-    assert len(different(found, other())) == len(found.weights)
+    await_reference = references.start_run(tmp_path, overrides)
+    assert len(different_weights(outcome, await_reference())) == len(outcome.weights)
 
 
 def test_spare_groups_change_nothing(references, plain, tmp_path):
-    """Nor does a kill among them: a ticket gets the first of its groups that passes the filter. The
-    algorithm looks at whole steps."""
-    spare = {
+    """Also after a kill among them: a ticket gets the first of its groups that passes the filter.
+    The algorithm uses whole steps."""
+    spares = {
         "steps": 2,
         "algorithm": {"name": "reinforce_pp"},
         "rollout": {"filter": "rewards_differ", "over_sampling": 1.0, "groups_per_request": 2},
     }
-    settings = with_model_of(plain, PLAIN, spare)
-    expected = references.begin(tmp_path, settings)
+    settings = with_model_of(plain, PLAIN, spares)
+    await_reference = references.start_run(tmp_path, settings)
     with run_helpers.running(tmp_path, settings) as running:
         running.wait_for_step(0, RUN_S)
         running.kill("rollout")
-        found, proof = outcome_of(running), audit(running.run)
-        assert_equal(found, expected())
-    assert proof.problems == [] and proof.failed["filtered"] > 0 and proof.failed["surplus"] > 0
+        outcome, result = await_outcome(running), audit(running.run)
+        assert_equal(outcome, await_reference())
+    assert result.problems == []
+    assert result.failed["filtered"] > 0 and result.failed["surplus"] > 0
 
 
-def test_taking_turns_on_shared_devices_changes_nothing(plain, tmp_path):
-    """Engines, with spare groups, and actor are never at work at the same time, also after a kill
-    that takes both."""
+def test_turns_on_shared_devices_change_nothing(plain, tmp_path):
+    """Engines, with spare groups, and actor never work at the same time, also after a kill of
+    both."""
     _, expected, model = plain
     groups = {"rollout": None, "actor": {"roles": ["rollout", "actor"]}}
-    turns = {
+    overrides = {
         "colocate": True,
         "groups": groups,
         "checkpoint": {"every": 1},
         "rollout": {"over_sampling": 0.5},
+        "model": {"path": str(model)},
+        "warm_start": {"steps": 0},
     }
-    over = run_helpers.merged(
-        PLAIN, turns | {"model": {"path": str(model)}, "warm_start": {"steps": 0}}
-    )
-    with run_helpers.running(tmp_path, over) as running:
+    with run_helpers.running(tmp_path, run_helpers.merged(PLAIN, overrides)) as running:
         running.wait_for_step(0, RUN_S)
         running.kill("actor")
-        found = outcome_of(running)
+        outcome = await_outcome(running)
         assert running.incarnations("actor") == 2
-    assert_equal(found, expected)
+    assert_equal(outcome, expected)
     spans = read_spans(running.run.root)
-    generated = [(s.start, s.end) for s in spans if s.what in ("generate", "engine_update", "eval")]
-    trained = [(s.start, s.end) for s in spans if s.what == "train"]
-    assert generated and trained
-    assert not [
-        (one, other)
-        for one, other in product(generated, trained)
-        if one[0] < other[1] and other[0] < one[1]
-    ]
+    generating = [span for span in spans if span.what in ("generate", "engine_update", "eval")]
+    training = [span for span in spans if span.what == "train"]
+    assert generating and training
+    for span in generating:
+        assert not any(span.start < other.end and other.start < span.end for other in training)

@@ -1,5 +1,5 @@
-"""Triton kernels, on a CPU under Triton's interpreter, against the plain layers: values and
-gradients."""
+"""Values and gradients of Triton kernels compared with plain layers. On a CPU, Triton's interpreter
+runs the kernels."""
 
 from __future__ import annotations
 
@@ -42,17 +42,19 @@ from relax_hpc.training.models.norm import RMSNorm  # noqa: E402
 NEAR = {"atol": 1e-5, "rtol": 1e-5}
 
 
-def agree(ours: Callable[..., Any], theirs: Callable[..., Any], *given: torch.Tensor) -> None:
-    """In value and in the gradient of every one of ``given``."""
+def assert_equal(
+    ours: Callable[..., Any], theirs: Callable[..., Any], *arguments: torch.Tensor
+) -> None:
+    """Compare the values of two functions, and their gradients of all ``arguments``."""
     results = []
     for function in (ours, theirs):
-        leaves = [value.detach().clone().to(DEVICE).requires_grad_() for value in given]
+        leaves = [value.detach().clone().to(DEVICE).requires_grad_() for value in arguments]
         result = function(*leaves)
         direction = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         (result * direction).sum().backward()
         results.append([result.detach(), *(leaf.grad for leaf in leaves)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, **NEAR)
+    for value, expected in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected, **NEAR)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -69,10 +71,14 @@ def test_norm(rows: int, columns: int):
     def theirs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, 1e-6)
 
-    agree(ours, theirs, random(rows, columns), random(columns))
-    # A head's slice of a wider tensor, as keys are.
-    agree(lambda x, w: ours(x[:, :, :columns], w), lambda x, w: theirs(x[:, :, :columns], w),
-          random(rows, 2, columns + 8), random(columns))  # fmt: skip
+    assert_equal(ours, theirs, random(rows, columns), random(columns))
+    # The keys of heads are a slice of a wider tensor.
+    assert_equal(
+        lambda x, weight: ours(x[:, :, :columns], weight),
+        lambda x, weight: theirs(x[:, :, :columns], weight),
+        random(rows, 2, columns + 8),
+        random(columns),
+    )
 
 
 @pytest.mark.parametrize(("s", "b", "heads", "dim"), [(5, 1, 1, 4), (6, 3, 5, 24), (9, 2, 4, 16)])
@@ -81,20 +87,19 @@ def test_rotary(s: int, b: int, heads: int, dim: int):
 
     from relax_hpc.training.models import triton_layers
 
-    # The last of them far on, where a sine of low precision would be of no use.
-    angles = torch.cat([torch.arange(s - 1), torch.tensor([131071])])[
-        :, None
-    ] * 10000.0 ** -torch.linspace(0, 1, dim // 2)
+    # The last position is large, so that a sine of low precision fails.
+    positions = torch.cat([torch.arange(s - 1), torch.tensor([131071])])
+    angles = positions[:, None] * 10000.0 ** -torch.linspace(0, 1, dim // 2)
     angles = torch.cat([angles, angles], 1)[:, None, None].to(DEVICE)
     for cut in (slice(None), slice(0, heads)):
-        given = random(s, b, 2 * heads, dim) if cut.stop else random(s, b, heads, dim)
-        agree(
+        states = random(s, b, 2 * heads, dim) if cut.stop else random(s, b, heads, dim)
+        assert_equal(
             lambda t, cut=cut: triton_layers.rotary(t[:, :, cut], angles),
             lambda t, cut=cut: _apply_rotary_pos_emb_bshd(t[:, :, cut], angles),
-            given,
+            states,
         )
     with pytest.raises(ConfigError, match="found fused with angles of shape"):
-        triton_layers.rotary(given[:, :, :heads].to(DEVICE), angles[..., : dim // 2])
+        triton_layers.rotary(states[:, :, :heads].to(DEVICE), angles[..., : dim // 2])
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (5, 3, 34), (70, 2, 128)])
@@ -105,22 +110,23 @@ def test_gated_activation(shape: tuple[int, ...]):
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    agree(triton_layers.swiglu, plain, random(*shape) * 3)
+    assert_equal(triton_layers.swiglu, plain, random(*shape) * 3)
 
 
 @pytest.mark.parametrize(
-    ("vocab", "temperature", "entropy", "more"),
+    ("vocab", "temperature", "entropy", "alternatives"),
     [(37, 0.7, True, 0), (5000, 1.0, True, 2), (37, 1.3, False, 3)],
 )
-def test_logprobs_of_a_chunk(vocab: int, temperature: float, entropy: bool, more: int):
+def test_logprobs_of_a_chunk(vocab: int, temperature: float, entropy: bool, alternatives: int):
     from relax_hpc.training.logprobs import PLAIN, token_logprobs
     from relax_hpc.training.triton_logprobs import TritonKernels
 
     states, weight, targets = inputs(9, 8, columns=vocab + 3, vocab=vocab, dtype=torch.float32)
-    # Beside the token the next ones, and it again.
-    targets = torch.stack([targets, *((targets + n) % vocab for n in range(more))], 1).to(DEVICE)
+    # The target is also the first alternative; the following token numbers are the next ones.
+    columns = [targets, *((targets + number) % vocab for number in range(alternatives))]
+    targets = torch.stack(columns, 1).to(DEVICE)
 
-    def by(kernels: Any) -> Callable[..., torch.Tensor]:
+    def logprobs_by(kernels: Any) -> Callable[..., torch.Tensor]:
         def values(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             logprobs, entropies = token_logprobs(
                 states, weight, targets, vocab, temperature, OneRank(), entropy, kernels
@@ -129,7 +135,7 @@ def test_logprobs_of_a_chunk(vocab: int, temperature: float, entropy: bool, more
 
         return values
 
-    agree(by(TritonKernels()), by(PLAIN), states, weight)
+    assert_equal(logprobs_by(TritonKernels()), logprobs_by(PLAIN), states, weight)
 
 
 @pytest.mark.parametrize("columns", [5, 32, 4100])
@@ -156,8 +162,8 @@ def test_logits_of_a_shard_with_and_without_padded_rows(columns: int, padded: bo
     torch.testing.assert_close(kernels.slopes(chunk, upstream), exact, **NEAR)
 
 
-def test_a_step_is_that_of_plain_layers(tiny: Path):
-    """Log-probs, metrics and weights after it, whose optimizer is one kernel too."""
+def test_a_step_equals_that_of_plain_layers(tiny: Path):
+    """Compare log-probs, metrics and weights. The optimizer is one kernel too."""
     steps = []
     for kernels in ("plain", "fused"):
         ours = trainer(tiny, kernels=kernels)
@@ -175,66 +181,70 @@ def test_a_step_is_that_of_plain_layers(tiny: Path):
 def gradients(
     directory: Path, dtype: str, kernels: Kernels, packs: list[list[Row]]
 ) -> dict[str, torch.Tensor]:
-    """Of a supervised loss, by parameter: it is smooth, so that no token's ratio crosses a bound
-    for a rounding."""
+    """Gradients of a supervised loss by parameter. This loss is smooth, so a rounding cannot move a
+    token's ratio across a bound."""
     model = policy(directory, dtype=dtype, actor=ActorConfig(kernels=kernels))
     ours = Trainer(model, Sft(), OptimizerConfig(), 1.0)
     ours.accumulate([batch(pack) for pack in packs])
     return {
-        name: one.main_grad.detach().float().cpu() for name, one in model.module.named_parameters()
+        name: parameter.main_grad.detach().float().cpu()
+        for name, parameter in model.module.named_parameters()
     }
 
 
 def test_gradients_are_as_near_to_float32_as_those_of_plain_layers(tmp_path: Path):
-    """In bfloat16, the whole and of each parameter: what decides whether fused kernels may be a
-    default."""
+    """Compare the error of the whole gradient and of each parameter in bfloat16. It decides whether
+    fused kernels can be the default."""
     large = DEVICE != "cpu"
-    sizes = (
-        {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 4, "head_dim": 64}
-        if large
-        else {}
-    )
-    heads = {
-        "num_attention_heads": 8 if large else 4,
-        "num_key_value_heads": 4 if large else 2,
-        "head_dim": 16,
-    }
-    make_tiny_model(tmp_path / "hf", TinyModelConfig(**{**heads, **sizes}), seed=3)
+    shape = TinyModelConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    if large:
+        shape = TinyModelConfig(
+            hidden_size=512,
+            intermediate_size=1536,
+            num_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
+        )
+    make_tiny_model(tmp_path / "hf", shape, seed=3)
     stored = load_file(tmp_path / "hf/model.safetensors")
-    # As bfloat16 has them: all three begin at the same weights.
+    # Rounded to bfloat16, so that all three models have the same weights.
     rounded = {
         name: (4 * value if value.dim() > 1 else value).bfloat16().float()
         for name, value in stored.items()
     }
     save_file(rounded, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
-    generator, lengths = np.random.default_rng(0), range(2, 400) if large else (2, 5, 17, 30)
-    packs = [[{"token_ids": generator.integers(3, 64, n).astype(np.int32), "loss_mask": np.arange(n) > 0} for n in part]
-             for part in (lengths[::3], lengths[1::3])]  # fmt: skip
+    generator = np.random.default_rng(0)
+    lengths = range(2, 400) if large else (2, 5, 17, 30)
+
+    def random_row(length: int) -> Row:
+        tokens = generator.integers(3, 64, length).astype(np.int32)
+        return {"token_ids": tokens, "loss_mask": np.arange(length) > 0}
+
+    packs = [list(map(random_row, lengths[start::3])) for start in (0, 1)]
     exact, plain, fused = (
         gradients(tmp_path / "hf", dtype, kernels, packs)
         for dtype, kernels in (("float32", "plain"), ("bfloat16", "plain"), ("bfloat16", "fused"))
     )
 
-    def errors(found: dict[str, torch.Tensor]) -> dict[str, float]:
-        of_each = {
-            name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact
+    def relative_errors(values: dict[str, torch.Tensor]) -> dict[str, float]:
+        errors = {
+            name: float((values[name] - exact[name]).norm() / exact[name].norm()) for name in exact
         }
-        flat = [torch.cat([one[name].flatten() for name in exact]) for one in (found, exact)]
-        return of_each | {"all": float((flat[0] - flat[1]).norm() / flat[1].norm())}
+        flat = torch.cat([values[name].flatten() for name in exact])
+        flat_exact = torch.cat([value.flatten() for value in exact.values()])
+        return errors | {"all": float((flat - flat_exact).norm() / flat_exact.norm())}
 
-    ours, theirs = errors(fused), errors(plain)
-    # Triton's interpreter cuts bfloat16 off where a GPU rounds it: twice the error of each value.
-    most = 1.1 if large else 2.2
-    assert 0 < theirs["all"] < 0.1 and ours["all"] <= most * theirs["all"]
-    assert {
-        name: (error, theirs[name])
-        for name, error in ours.items()
-        if error > 1.5 * most * theirs[name]
-    } == {}
+    ours, theirs = relative_errors(fused), relative_errors(plain)
+    # Triton's interpreter truncates to bfloat16, a GPU rounds: the error of a value is doubled.
+    limit = 1.1 if large else 2.2
+    assert 0 < theirs["all"] < 0.1 and ours["all"] <= limit * theirs["all"]
+    for name, error in ours.items():
+        assert error <= 1.5 * limit * theirs[name], name
 
 
 def with_adam(directory: Path, kernels: Kernels, distributed: bool) -> Trainer:
-    """Of plain layers, which the interpreter does not slow down, with the Adam of `kernels`."""
+    """Trainer with plain layers, which are fast on a CPU, and the Adam of `kernels`."""
     model = policy(directory)
     model.kernels = kernels
     return Trainer(
@@ -243,11 +253,12 @@ def with_adam(directory: Path, kernels: Kernels, distributed: bool) -> Trainer:
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_the_optimizer_goes_on_from_checkpoints_of_either_kind(
+def test_the_optimizer_resumes_from_checkpoints_of_other_kernels(
     tiny: Path, tmp_path: Path, distributed: bool
 ):
-    """As if it had not been interrupted, and again as one kernel or not, as it is set now."""
-    ends = []
+    """The weights are those of a run without an interruption. The kernel of Adam follows the current
+    setting, not the checkpoint."""
+    weights = []
     for number, (before, after) in enumerate(
         [("plain", "plain"), ("plain", "fused"), ("fused", "plain")]
     ):
@@ -259,15 +270,15 @@ def test_the_optimizer_goes_on_from_checkpoints_of_either_kind(
         ours = with_adam(tiny, after, distributed)
         load(folder, ours)
         adam = ours.optimizer.chained_optimizers[0].optimizer
-        # None, not False: on a GPU torch then takes all parameters at a time.
-        wanted = (True if after == "fused" else None, None)
-        assert all((group["fused"], group["foreach"]) == wanted for group in adam.param_groups)
+        # With None, torch updates all parameters together on a GPU; with False it would not.
+        expected = (True if after == "fused" else None, None)
+        assert all((group["fused"], group["foreach"]) == expected for group in adam.param_groups)
         ours.accumulate([batch(rows(4, seed=2))])
         ours.step(LR)
-        ends.append(ours.model.export_hf())
-    for end in ends[1:]:
-        for name, value in ends[0].items():
-            torch.testing.assert_close(end[name], value, atol=2e-5, rtol=0)
+        weights.append(ours.model.export_hf())
+    for resumed in weights[1:]:
+        for name, value in weights[0].items():
+            torch.testing.assert_close(resumed[name], value, atol=2e-5, rtol=0)
 
 
 @pytest.fixture(
@@ -277,8 +288,8 @@ def test_the_optimizer_goes_on_from_checkpoints_of_either_kind(
 def wrong_fixture(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Kernels, str]:
-    """A fault of some kernels, and what is said of it. Transformer Engine is not here: plain layers
-    have its name."""
+    """Kernels with a fault, and text of the error. Plain layers with the name `te` replace those of
+    Transformer Engine, which is not installed."""
     from relax_hpc.training import triton_logprobs
     from relax_hpc.training.models import kernels, pieces, stage_model, triton_layers
 
@@ -292,20 +303,23 @@ def wrong_fixture(
     if request.param == "fused norm":
         monkeypatch.setattr(triton_layers.FusedRMSNorm, "forward", WrongNorm.forward)
         return "fused", "log-probabilities and entropies 0."
-    part = {"log-probabilities": 3, "entropies": 2}.get(request.param)
-    said = "log-probabilities and entropies 0." if part else "gradient of embedding."
-    real = triton_logprobs.TritonKernels.terms if part else triton_logprobs.TritonKernels.slopes
-
-    def faulty(self: Any, *given: Any) -> Any:
-        found = real(self, *given)
-        return (
-            tuple(1.1 * one if n == part else one for n, one in enumerate(found))
-            if part
-            else 1.1 * found
+    kernel_class = triton_logprobs.TritonKernels
+    if request.param == "weight gradient":
+        slopes = kernel_class.slopes
+        monkeypatch.setattr(
+            kernel_class, "slopes", lambda self, *arguments: 1.1 * slopes(self, *arguments)
         )
+        return "fused", "gradient of embedding."
+    wrong_term = {"log-probabilities": 3, "entropies": 2}[request.param]
+    terms = kernel_class.terms
 
-    monkeypatch.setattr(triton_logprobs.TritonKernels, real.__name__, faulty)
-    return "fused", said
+    def wrong_terms(self: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        values = list(terms(self, *arguments))
+        values[wrong_term] = 1.1 * values[wrong_term]
+        return tuple(values)
+
+    monkeypatch.setattr(kernel_class, "terms", wrong_terms)
+    return "fused", "log-probabilities and entropies 0."
 
 
 class WrongNorm(RMSNorm):
@@ -314,7 +328,7 @@ class WrongNorm(RMSNorm):
 
 
 def te_with(norm: type[RMSNorm], config: Any, kernels: Kernels) -> Any:
-    """Plain layers, of which those of ``te`` have another norm."""
+    """Plain layers. If ``kernels`` is `te`, their norm is replaced."""
     from relax_hpc.training.models.layer_spec import layer_spec
 
     block = layer_spec(config, "plain")
@@ -324,21 +338,19 @@ def te_with(norm: type[RMSNorm], config: Any, kernels: Kernels) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kernels_that_compute_something_else_are_refused_at_start(
+def test_kernels_that_compute_other_values_are_refused_at_start(
     tiny: Path, dtype: str, wrong: tuple[Kernels, str], monkeypatch: pytest.MonkeyPatch
 ):
     from relax_hpc.training import parity
 
     monkeypatch.setattr(parity, "LENGTHS", (9, 2, 14))
-    with pytest.raises(ConfigError) as told:
-        policy(tiny, dtype=dtype, actor=ActorConfig(kernels=wrong[0]))
-    assert told.value.exit_code == 78 and str(told.value).count("\n") == 0
-    assert (
-        f"actor.kernels: found {wrong[0]}, with which this model computes different values; "
-        in str(told.value)
-    )
-    assert f"times that of plain layers: {wrong[1]}" in str(told.value)
-    assert (
-        f"set plain, or install another release of {'triton' if wrong[0] == 'fused' else 'transf'}"
-        in str(told.value)
-    )
+    kernels, fault = wrong
+    with pytest.raises(ConfigError) as error:
+        policy(tiny, dtype=dtype, actor=ActorConfig(kernels=kernels))
+    message = str(error.value)
+    assert error.value.exit_code == 78 and message.count("\n") == 0
+    setting = f"actor.kernels: found {kernels}, with which this model computes different values; "
+    assert setting in message
+    assert f"times that of plain layers: {fault}" in message
+    package = "triton" if kernels == "fused" else "transf"
+    assert f"set plain, or install another release of {package}" in message

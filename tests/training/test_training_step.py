@@ -1,5 +1,5 @@
-"""The optimizer step against an independent one in plain torch, and what may be split over
-calls."""
+"""The optimizer step compared with an independent one in plain torch, and with steps that are
+divided into several calls."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ def independent_step(
     steps: int,
     loss: Callable[[torch.nn.Module, Row], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Weights after AdamW steps on GRPO's loss, written from the formulas on transformers' model,
-    sample by sample."""
+    """Weights of a model of transformers after AdamW steps with the loss of GRPO.
+
+    The loss is computed sample by sample, from its formulas.
+    """
     from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
@@ -72,35 +74,29 @@ def independent_step(
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
     norms = [value for value in model.parameters() if value.dim() == 1]
-    others = [value for value in model.parameters() if value.dim() > 1]
-    groups = [{"params": others, "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}]
+    matrices = [value for value in model.parameters() if value.dim() > 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
     for _ in range(steps):
-        total = sum(
-            ((loss or sample_loss)(model, sample) for sample in samples), start=torch.zeros(())
-        )
+        losses = [(loss or sample_loss)(model, sample) for sample in samples]
+        total = sum(losses, start=torch.zeros(()))
         (total / sum(int(sample["loss_mask"].sum()) for sample in samples)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return split_up(dict(model.state_dict()), directory)
+    return split_into_pieces(dict(model.state_dict()), directory)
 
 
-def split_up(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """Each piece by itself: transformers has the experts of a layer in one tensor."""
-    forms = {
-        name: some[-1]
-        for name, some in stored_forms(spec_from_config(read_config(directory))).items()
-    }
-    return {
-        piece.name: part.view(piece.shape)
-        for name, value in tensors.items()
-        for piece, part in zip(
-            forms[name].pieces,
-            value.flatten().split([math.prod(p.shape) for p in forms[name].pieces]),
-            strict=True,
-        )
-    }
+def split_into_pieces(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """One tensor for each expert. transformers has the experts of a layer in one tensor."""
+    forms = stored_forms(spec_from_config(read_config(directory)))
+    result = {}
+    for name, value in tensors.items():
+        pieces = forms[name][-1].pieces
+        sizes = [math.prod(piece.shape) for piece in pieces]
+        for piece, elements in zip(pieces, value.flatten().split(sizes), strict=True):
+            result[piece.name] = elements.view(piece.shape)
+    return result
 
 
 def sample_loss(model: torch.nn.Module, sample: Row) -> Tensor:
@@ -119,13 +115,14 @@ def sample_loss(model: torch.nn.Module, sample: Row) -> Tensor:
     return (mask * (-weight * surrogate + 0.1 * kl - 0.01 * entropy)).sum()
 
 
-def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    return max((left[name] - right[name]).abs().max().item() for name in left)
+def difference(values: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest absolute difference of an element."""
+    return max((values[name] - expected[name]).abs().max().item() for name in values)
 
 
 @pytest.fixture(name="directory")
 def directory_fixture(request: pytest.FixtureRequest, tmp_path: Path, tiny: Path) -> Path:
-    """A model of each family."""
+    """A model of a family."""
     return model(tmp_path / "hf", request.param | {"vocab_size": 64}) if request.param else tiny
 
 
@@ -138,16 +135,17 @@ def test_two_steps_match_an_independent_implementation(directory: Path):
     for _ in range(2):
         ours.accumulate([batch(samples[:3]), batch(samples[3:])])
         metrics = ours.step(LR)
-    found = ours.model.export_hf()
-    assert difference(found, independent_step(directory, samples, 2)) < CLOSE
+    expected = independent_step(directory, samples, 2)
+    assert difference(ours.model.export_hf(), expected) < CLOSE
     assert metrics["tokens"] == sum(sample["loss_mask"].sum() for sample in samples)
     assert metrics["skipped"] == 0.0 and metrics["grad_norm"] > 0.5
 
 
 def test_the_balance_loss_is_that_of_transformers(tmp_path: Path):
-    """Each row a micro-batch, weighted by its trained tokens; theirs is as many times larger as
-    experts are chosen."""
-    directory, coefficient, values = model(tmp_path / "hf", MIXED | {"vocab_size": 64}), 0.2, []
+    """Each row is a micro-batch, weighted by its trained tokens. The loss of transformers is larger,
+    by the number of experts per token."""
+    directory, coefficient = model(tmp_path / "hf", MIXED | {"vocab_size": 64}), 0.2
+    values: list[Tensor] = []
 
     def loss(theirs: torch.nn.Module, sample: Row) -> Tensor:
         from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -166,7 +164,7 @@ def test_the_balance_loss_is_that_of_transformers(tmp_path: Path):
     metrics = ours.step(LR)
     assert difference(ours.model.export_hf(), independent_step(directory, samples, 1, loss)) < CLOSE
     assert metrics["loss/balance"] == pytest.approx(
-        float(sum(values)) / metrics["tokens"], rel=1e-4
+        float(torch.stack(values).detach().sum()) / metrics["tokens"], rel=1e-4
     )
     assert (
         1.0 <= metrics["experts/load_max"] <= 4.0 and 0.5 < metrics["experts/load_entropy"] <= 1.0
@@ -174,17 +172,17 @@ def test_the_balance_loss_is_that_of_transformers(tmp_path: Path):
 
 
 def test_routers_decide_in_float32(tmp_path: Path):
-    """Of the same hidden states as those of a whole model in bfloat16."""
+    """Their hidden states are those of a model in bfloat16."""
     ours = policy(model(tmp_path / "hf", MIXED | {"vocab_size": 64}), dtype="bfloat16")
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer in ours.module.decoder.layers:
         layer.mlp.router.register_forward_hook(
-            lambda router, given, made: seen.append((given[0], router.weight, made[0]))
+            lambda router, inputs, outputs: calls.append((inputs[0], router.weight, outputs[0]))
         )
     with torch.no_grad():
         ours.hidden(batch(rows(4)))
-    assert len(seen) == 2
-    for states, weight, probs in seen:
+    assert len(calls) == 2
+    for states, weight, probs in calls:
         exact = (states[:, 0].double() @ weight.double().t()).softmax(-1)
         top, experts = exact.topk(2, -1)
         expected = torch.zeros_like(exact).scatter(1, experts, top / top.sum(-1, keepdim=True))
@@ -200,8 +198,8 @@ def test_accumulating_in_pieces_equals_one_call(tiny: Path):
             [batch(samples[start : start + 1]), batch(samples[start + 1 : start + 2])]
         )
     pieces.accumulate([])
-    left, right = whole.step(LR), pieces.step(LR)
-    assert left == pytest.approx(right, rel=1e-4)
+    expected, metrics = whole.step(LR), pieces.step(LR)
+    assert metrics == pytest.approx(expected, rel=1e-4)
     assert difference(whole.model.export_hf(), pieces.model.export_hf()) < CLOSE
 
 
@@ -212,9 +210,9 @@ def test_streaming_windows_of_balanced_rows_equals_the_whole_batch(tiny: Path):
     windows = streamed(samples, 1, ARRIVAL)
     assert len(windows) > 1 and windows == streamed(samples, 1, range(4)), "arrival changes nothing"
     for (rank,) in windows:
-        streaming.accumulate([batch(part) for part in rank])
-    left, right = whole.step(LR), streaming.step(LR)
-    assert left == pytest.approx(right, rel=1e-4)
+        streaming.accumulate([batch(micro_batch) for micro_batch in rank])
+    expected, metrics = whole.step(LR), streaming.step(LR)
+    assert metrics == pytest.approx(expected, rel=1e-4)
     assert difference(whole.model.export_hf(), streaming.model.export_hf()) < CLOSE
 
 
@@ -225,28 +223,26 @@ def test_a_step_without_tokens_changes_nothing(tiny: Path):
     ours.accumulate([batch(masked)])
     for _ in range(2):
         metrics = ours.step(LR)
-        assert (metrics["skipped"], metrics["empty"]) == (0.0, 1.0), (
-            "its gradient is 0, which is finite"
-        )
+        # The gradient is 0, which is finite, so the step is not skipped.
+        assert (metrics["skipped"], metrics["empty"]) == (0.0, 1.0)
     assert difference(before, ours.model.export_hf()) == 0.0
 
 
 def test_an_idle_micro_batch_adds_nothing(tiny: Path):
-    """To the bit, in the metrics too; and nothing is scored in it."""
-    ours, alone = trainer(tiny), trainer(tiny)
+    """Weights and metrics are equal bit for bit, and it has no log-probabilities."""
+    ours, without_idle = trainer(tiny), trainer(tiny)
     samples = rows(4)
-    parts = collate_parts(samples, [[0, 3], [], [1, 2], []], DEVICE)
-    assert [len(one.lengths) for one in parts] == [2, 0, 2, 0] and {*parts[0].fields} == {
-        *parts[1].fields
-    }
-    ours.accumulate(parts)
-    alone.accumulate([parts[0], parts[2]])
-    assert ours.step(LR) == alone.step(LR)
-    assert difference(ours.model.export_hf(), alone.model.export_hf()) == 0.0
-    assert len(ours.model.forward_logprobs(parts, 0.9)) == 4
+    batches = collate_parts(samples, [[0, 3], [], [1, 2], []], DEVICE)
+    assert [len(micro_batch.lengths) for micro_batch in batches] == [2, 0, 2, 0]
+    assert batches[0].fields.keys() == batches[1].fields.keys()
+    ours.accumulate(batches)
+    without_idle.accumulate([batches[0], batches[2]])
+    assert ours.step(LR) == without_idle.step(LR)
+    assert difference(ours.model.export_hf(), without_idle.model.export_hf()) == 0.0
+    assert len(ours.model.forward_logprobs(batches, 0.9)) == 4
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):
+def test_a_gradient_that_is_not_finite_is_skipped_and_discarded(tiny: Path):
     ours, clean = trainer(tiny), trainer(tiny)
     before = ours.model.export_hf()
     bad = rows(2, seed=5)
@@ -264,10 +260,10 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):
 
 
 @pytest.mark.parametrize(("is_free", "algorithm"), [(False, Grpo()), (True, Grpo()), (True, Sft())])
-def test_an_entropy_that_costs_nothing_is_measured(
+def test_an_entropy_without_cost_is_measured(
     tiny: Path, monkeypatch, is_free: bool, algorithm: Algorithm
 ):
-    """Unless nothing would report it, as in supervised learning; it has no part in the loss."""
+    """Except if nothing reports it, as in supervised learning. It is no term of the loss."""
     monkeypatch.setattr(logprobs.PlainKernels, "entropy_is_free", is_free)
     metrics = []
     for log_entropy in (False, True):
@@ -281,17 +277,16 @@ def test_an_entropy_that_costs_nothing_is_measured(
 
 
 @pytest.mark.parametrize("count", [3, 200, 2500])
-def test_quantiles_of_ratios_are_those_that_so_many_tokens_exceed(tiny: Path, count: int):
-    """Log-ratios of either sign; one in 100 or 1,000 of them is at the quantile or above, as if all
-    were sorted."""
+def test_quantiles_of_ratios_equal_those_of_sorted_ratios(tiny: Path, count: int):
+    """One in 100 or 1,000 log-ratios, of either sign, is at the quantile or above."""
     ours = trainer(tiny)
-    far = np.random.default_rng(count).permutation(np.linspace(-3.0, 3.0, count))
+    log_ratios = np.random.default_rng(count).permutation(np.linspace(-3.0, 3.0, count))
     zero = torch.zeros(1, count, dtype=torch.float64)
-    rollout = torch.from_numpy(-far)[None]
+    rollout = torch.from_numpy(-log_ratios)[None]
     ours._ratios.add(
         TokenBatch(logprobs=zero, old_logprobs=zero, rollout_logprobs=rollout, mask=zero + 1)
     )
-    ordered = np.sort(np.abs(far))[::-1]
+    ordered = np.sort(np.abs(log_ratios))[::-1]
     expected = {
         "train_rollout_ratio_p99": math.exp(ordered[max(1, math.ceil(0.01 * count)) - 1]),
         "train_rollout_ratio_p999": math.exp(ordered[max(1, math.ceil(0.001 * count)) - 1]),
@@ -300,31 +295,30 @@ def test_quantiles_of_ratios_are_those_that_so_many_tokens_exceed(tiny: Path, co
 
 
 class Operations(TorchDispatchMode):
-    """Counts what the device is asked for: views are nothing to it."""
+    """Counts operations of the device. Views are counted too, although they cost it nothing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.found[operation.overloadpacket.__name__] += 1
+        self.counts[operation.overloadpacket.__name__] += 1
         return operation(*args, **(kwargs or {}))
 
 
-def test_the_norm_takes_a_few_operations_however_many_parameters(tiny: Path):
-    """One for each, and a wait for each, is what it costs on a GPU as megatron-core comes."""
+def test_the_norm_needs_fewer_operations_than_there_are_parameters(tiny: Path):
+    """megatron-core 0.16.1 needs an operation and a wait for each parameter on a GPU."""
     ours = trainer(tiny)
     ours.accumulate([batch(rows(2))])
     whole = torch.cat(
         [parameter.main_grad.flatten() for parameter in ours.model.module.parameters()]
     )
-    with Operations() as asked:
+    with Operations() as operations:
         square = ours._squared_gradient_norm()
     assert math.sqrt(square) == pytest.approx(float(whole.norm()), rel=1e-5)
     views = {"view", "detach", "slice", "alias"}
-    assert sum(count for name, count in asked.found.items() if name not in views) < len(
-        list(ours.model.module.parameters())
-    )
+    computed = [count for name, count in operations.counts.items() if name not in views]
+    assert sum(computed) < len(list(ours.model.module.parameters()))
 
 
 PACKAGE = Path(relax_hpc.__file__).parent
@@ -341,7 +335,7 @@ class HostReads:
     def _counted(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def read_and_count(tensor: torch.Tensor, *args: Any) -> Any:
             caller = sys._getframe(1).f_code
-            # These read what `copy_to_host` has copied already, without a wait.
+            # These functions read values that `copy_to_host` has copied, without a wait.
             reads_copy = caller.co_name in ("step", "totals", "metrics", "_evenness")
             is_ours = PACKAGE in Path(caller.co_filename).parents
             self.count += is_ours and not reads_copy
@@ -354,7 +348,7 @@ class HostReads:
 def test_the_host_waits_twice_in_a_step_and_once_more_for_a_new_metric(
     tiny: Path, tmp_path: Path, config: dict | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of all that a step tells of: metrics, quantiles, the norm and the load of experts."""
+    """A step reports metrics, quantiles, the norm and the load of experts."""
     directory = model(tmp_path / "hf", config | {"vocab_size": 64}) if config else tiny
     ours = trainer(directory)
     counts = []
@@ -371,26 +365,22 @@ def test_the_host_waits_twice_in_a_step_and_once_more_for_a_new_metric(
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_micro_batch_waits_for_nothing_that_the_device_is_at(tiny: Path, name: str):
-    """Neither a value nor a shape is asked of it: it always has the next micro-batch before it is
-    done with one."""
+def test_the_host_does_not_wait_for_the_device_in_a_micro_batch(tiny: Path, name: str):
+    """It reads neither values nor shapes, so the device always has the next micro-batch before the
+    current one ends."""
     ours, samples = trainer(tiny), rows(3)
     ours._loss = ALGORITHMS[name]().loss
     ours.accumulate([batch(samples)])
-    with Operations() as asked, waiting_refused():
+    with Operations() as operations, waits_refused():
         ours.accumulate([batch(samples)])
-    assert not asked.found.keys() & {
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "unique",
-        "equal",
-    }
+    waits = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "equal"}
+    assert not operations.counts.keys() & waits
 
 
 @contextmanager
-def waiting_refused() -> Iterator[None]:
-    """On a GPU by torch itself, which knows of copies from pageable memory too."""
+def waits_refused() -> Iterator[None]:
+    """On a GPU, let torch raise an error for each wait. It also detects copies from pageable
+    memory."""
     if DEVICE == "cpu":
         yield
         return
@@ -401,7 +391,7 @@ def waiting_refused() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_was_discarded_leaves_nothing(tiny: Path):
+def test_discarded_rows_change_nothing(tiny: Path):
     ours, clean = trainer(tiny), trainer(tiny)
     ours.accumulate([batch(rows(4, seed=5))])
     ours.discard()
@@ -412,47 +402,53 @@ def test_what_was_discarded_leaves_nothing(tiny: Path):
 
 
 @pytest.mark.parametrize("config", [None, LLAMA, MIXED], ids=["qwen3", "llama", "qwen3_moe"])
-def test_what_is_recomputed_changes_nothing_and_is_not_kept(
+def test_recomputation_changes_no_weights_and_saves_memory(
     tiny: Path, tmp_path: Path, config: dict | None
 ):
-    """By the bytes that autograd holds for the backward pass, which `relax-hpc plan` reckons
-    with."""
+    """The bytes that autograd keeps for the backward pass are those that `relax-hpc plan`
+    calculates."""
     directory = model(tmp_path / "hf", config | {"vocab_size": 64}) if config else tiny
-    weights, kept = {}, {}
-    for how in ("none", "selective", "full"):
-        ours, one = trainer(directory, recompute=how), batch(rows(4))
-        with kept_bytes(ours.model.module) as held:
-            states = ours.model.hidden(one)
-            kept[how] = held() / 4 / ours.model.spec.layers / one.tokens.numel()
+    weights: dict[str, dict[str, Tensor]] = {}
+    kept: dict[str, float] = {}
+    for recompute in ("none", "selective", "full"):
+        ours, micro_batch = trainer(directory, recompute=recompute), batch(rows(4))
+        spec = ours.model.spec
+        with kept_bytes(ours.model.module) as count_bytes:
+            states = ours.model.hidden(micro_batch)
+            # Elements of 4 bytes, for each token and layer.
+            kept[recompute] = count_bytes() / 4 / spec.layers / micro_batch.tokens.numel()
         del states
-        ours.accumulate([one])
+        ours.accumulate([micro_batch])
         ours.step(LR)
-        weights[how] = ours.model.export_hf()
-    for how in ("selective", "full"):
-        assert difference(weights["none"], weights[how]) <= 1e-6
-        # Beside layers there is the rest of the model, the same thrice.
-        spared = reckoned_on_cpu(ours.model.spec, "none") - reckoned_on_cpu(ours.model.spec, how)
-        # In float32 attention on a GPU keeps what no run's does.
+        weights[recompute] = ours.model.export_hf()
+    for recompute in ("selective", "full"):
+        assert difference(weights["none"], weights[recompute]) <= 1e-6
+        # The difference excludes embedding and output layer, which are the same in all three.
+        saved = planned_elements_on_cpu(spec, "none") - planned_elements_on_cpu(spec, recompute)
+        # In float32, attention on a GPU keeps other tensors than in a run.
         if DEVICE == "cpu":
-            assert kept["none"] - kept[how] == pytest.approx(spared, rel=0.1), kept
+            assert kept["none"] - kept[recompute] == pytest.approx(saved, rel=0.1), kept
 
 
-def test_logits_are_reckoned_as_they_come():
+def test_the_plan_uses_the_chunk_sizes_of_training():
     assert (logprobs.SMALLEST_CHUNK, logprobs.LARGEST_CHUNK) == CHUNKS
 
 
-def reckoned_on_cpu(spec: ModelSpec, how: str) -> int:
-    """As `relax-hpc plan`, for a GPU; there norms keep no second copy."""
+def planned_elements_on_cpu(spec: ModelSpec, recompute: str) -> int:
+    """Kept elements per token and layer. `relax-hpc plan` calculates those of a GPU, where norms keep
+    no second copy."""
     by_head = (spec.heads + spec.groups) * spec.head_dim if spec.qk_norm else 0
-    extra = {"none": 2 * spec.hidden + by_head, "selective": by_head, "full": 0}[how]
-    return kept_elements(spec, ParallelConfig(), how) + extra
+    extra = {"none": 2 * spec.hidden + by_head, "selective": by_head, "full": 0}[recompute]
+    return kept_elements(spec, ParallelConfig(), recompute) + extra
 
 
 @contextmanager
 def kept_bytes(module: torch.nn.Module) -> Iterator[Callable[[], int]]:
-    """Of the tensors that autograd holds since the block began, parameters left out, each piece of
-    memory once."""
-    parameters = {one.untyped_storage().data_ptr() for one in module.parameters()}
+    """Yield a function that counts the bytes that autograd has kept since the block began.
+
+    Parameters are excluded. Tensors that share memory are counted once.
+    """
+    parameters = {value.untyped_storage().data_ptr() for value in module.parameters()}
 
     class Kept:
         def __init__(self, tensor: Tensor) -> None:
@@ -462,17 +458,15 @@ def kept_bytes(module: torch.nn.Module) -> Iterator[Callable[[], int]]:
     living: weakref.WeakSet[Kept] = weakref.WeakSet()
 
     def size() -> int:
-        storages = [one.tensor.untyped_storage() for one in living]
-        found = {
-            one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in parameters
-        }
-        return sum(found.values())
+        storages = [kept.tensor.untyped_storage() for kept in living]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(size for address, size in sizes.items() if address not in parameters)
 
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
         yield size
 
 
-def test_settings_of_megatron_core_reach_it(tiny: Path):
+def test_settings_of_megatron_core_are_passed_on(tiny: Path):
     ours = trainer(
         tiny,
         megatron={
@@ -492,7 +486,7 @@ def test_settings_of_megatron_core_reach_it(tiny: Path):
         trainer(tiny, recompute="selective", megatron={"recompute_num_layers": 1})
 
 
-def test_missing_old_logprobs_mean_the_policys_own(tiny: Path):
+def test_without_old_logprobs_those_of_the_policy_are_used(tiny: Path):
     ours = Trainer(policy(tiny), Grpo(), OptimizerConfig(lr=LR), 1.0)
     plain = [
         {name: row[name] for name in ("token_ids", "loss_mask", "advantages")} for row in rows(4)
@@ -515,28 +509,32 @@ def test_bfloat16_trains(tiny: Path):
     )
 
 
-def test_a_metric_that_comes_only_sometimes_is_written(tiny: Path):
+def test_a_metric_of_some_steps_is_written(tiny: Path):
     ours = Trainer(
         policy(tiny), Opo(correction=CorrectionConfig(kind="off")), OptimizerConfig(lr=LR), 1.0
     )
-    found = []
+    values = []
     for sign in (1.0, -1.0, 1.0):
-        ours.accumulate(
-            [batch([row | {"advantages": sign * np.abs(row["advantages"])}]) for row in rows(2)]
-        )
-        found.append(ours.step(LR).get("algorithm/pushed_away"))
-    assert found == [None, 1.0, None]
+        samples = [row | {"advantages": sign * np.abs(row["advantages"])} for row in rows(2)]
+        ours.accumulate([batch([sample]) for sample in samples])
+        values.append(ours.step(LR).get("algorithm/pushed_away"))
+    assert values == [None, 1.0, None]
 
 
-def test_entropy_is_computed_where_it_is_asked_for(tiny: Path):
-    for algorithm, there in (
+@pytest.mark.parametrize(
+    ("algorithm", "has_entropy"),
+    [
         (Grpo(), False),
         (Grpo(log_entropy=True), True),
         (Grpo(entropy_coefficient=0.1), True),
-    ):
-        ours = Trainer(policy(tiny), algorithm, OptimizerConfig(lr=LR), 1.0)
-        ours.accumulate([batch(rows(2))])
-        assert ("entropy" in ours.step(LR)) == there
+    ],
+)
+def test_entropy_is_computed_if_a_setting_needs_it(
+    tiny: Path, algorithm: Algorithm, has_entropy: bool
+):
+    ours = Trainer(policy(tiny), algorithm, OptimizerConfig(lr=LR), 1.0)
+    ours.accumulate([batch(rows(2))])
+    assert ("entropy" in ours.step(LR)) == has_entropy
 
 
 def test_supervised_loss_falls(tiny: Path):
