@@ -1,5 +1,5 @@
-"""What the job of a whole run does at its end, and when Slurm itself must be spared; see
-test_slurm_waits.py."""
+"""The job of a heterogeneous run: its end, and steps that would crash slurmctld. See
+test_slurm_waits.py for the same with a real Slurm."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def job(run_dir: Path, slurm: FakeSlurm) -> HetJob:
     run = RunDir(run_dir)
     Ledger(run).add(Submission("7", "run"))
-    places = {
+    group_nodes = {
         "hub": GroupNodes("7", 2, 0),
         "rollout": GroupNodes("8", 1, 1),
         "actor": GroupNodes("9", 1, 2),
     }
     return HetJob(
-        run, Config(layout="het"), Slurm(tries=1), Allocation("7", 0, "node1", places), "node1"
+        run, Config(layout="het"), Slurm(tries=1), Allocation("7", 0, "node1", group_nodes), "node1"
     )
 
 
-def lose(slurm: FakeSlurm, *ended: str, restarted: str = "") -> None:
-    slurm.set(jobs={name: about for name, about in ALL.items() if name not in ended})
-    if restarted:
-        slurm.set(config={"BOOT_TIME": restarted})
+def lose_jobs(slurm: FakeSlurm, *ended_jobs: str, boot_time: str = "") -> None:
+    slurm.set(jobs={name: record for name, record in ALL.items() if name not in ended_jobs})
+    if boot_time:
+        slurm.set(config={"BOOT_TIME": boot_time})
 
 
 def cancelled(slurm: FakeSlurm) -> list[str]:
@@ -60,7 +60,7 @@ def cancelled(slurm: FakeSlurm) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ended", "restarted", "safe"),
+    ("ended_jobs", "boot_time", "accepts_steps"),
     [
         ((), "", True),
         (("9",), "", True),
@@ -68,26 +68,26 @@ def cancelled(slurm: FakeSlurm) -> list[str]:
         (("9",), "2026-11-23T09:00:00", False),
     ],
 )
-def test_no_step_is_asked_of_a_slurmctld_that_would_die_of_it(
-    job: HetJob, slurm: FakeSlurm, ended: tuple[str, ...], restarted: str, safe: bool
+def test_no_step_is_requested_if_it_would_crash_slurmctld(
+    job: HetJob, slurm: FakeSlurm, ended_jobs: tuple[str, ...], boot_time: str, accepts_steps: bool
 ) -> None:
-    lose(slurm, *ended, restarted=restarted)
+    lose_jobs(slurm, *ended_jobs, boot_time=boot_time)
     launcher = job.launcher()
-    assert job.accepts_steps() == safe
+    assert job.accepts_steps() == accepts_steps
     assert (
-        launcher.has_lost_nodes("rollout") == (not safe)
-        and launcher.has_all_nodes("rollout") == safe
+        launcher.has_lost_nodes("rollout") == (not accepts_steps)
+        and launcher.has_all_nodes("rollout") == accepts_steps
     )
-    assert bool(slurm.calls("srun")) == safe
-    if not safe:
+    assert bool(slurm.calls("srun")) == accepts_steps
+    if not accepts_steps:
         with pytest.raises(SlurmError, match="slurmctld was restarted") as raised:
             launcher.start("rollout", 1, Launch(1, UNKNOWN))
         assert raised.value.is_temporary and not slurm.calls("srun")
         job.standby.tick()
-        assert not slurm.calls("srun"), "no standby either"
+        assert not slurm.calls("srun"), "a standby would be a step too"
 
 
-def test_an_slurmctld_that_goes_away_is_not_taken_for_lost_nodes(
+def test_an_unreachable_slurmctld_does_not_count_as_lost_nodes(
     job: HetJob, slurm: FakeSlurm
 ) -> None:
     slurm.answer(
@@ -96,7 +96,7 @@ def test_an_slurmctld_that_goes_away_is_not_taken_for_lost_nodes(
         code=1,
     )
     launcher = job.launcher()
-    assert not launcher.has_all_nodes("rollout"), "Slurm answers, the nodes do not"
+    assert not launcher.has_all_nodes("rollout"), "squeue answers, but the step fails"
     answers = [False, SlurmError("squeue: no answer", transient=True)]
 
     def lost(_: str) -> bool:
@@ -109,7 +109,7 @@ def test_an_slurmctld_that_goes_away_is_not_taken_for_lost_nodes(
         launcher.has_all_nodes("rollout")
 
 
-def test_what_slurm_leaves_of_the_job_is_given_back_before_the_head_is_killed(
+def test_remaining_jobs_are_cancelled_before_the_head_is_killed(
     job: HetJob, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: 1000.0, time=lambda: 0.0, sleep=lambda _: None)
@@ -118,9 +118,9 @@ def test_what_slurm_leaves_of_the_job_is_given_back_before_the_head_is_killed(
     job.on_interrupt()
     clock.monotonic = lambda: 2000.0
     job.before_wait()
-    assert not cancelled(slurm), "the job lives: it makes way, and Slurm ends all of it"
+    assert not cancelled(slurm), "the job still runs, and Slurm will end all of it"
     clock.monotonic = lambda: 3000.0
-    lose(slurm, "7")
+    lose_jobs(slurm, "7")
     job.on_interrupt()
     clock.monotonic = lambda: 3009.0
     job.before_wait()
@@ -133,15 +133,17 @@ def test_what_slurm_leaves_of_the_job_is_given_back_before_the_head_is_killed(
     assert cancelled(slurm) == ["8", "9"]
 
 
-def test_what_is_saved_in_time_is_given_back_at_once(job: HetJob, slurm: FakeSlurm) -> None:
-    lose(slurm, "7")
+def test_remaining_jobs_are_cancelled_immediately_after_a_save(
+    job: HetJob, slurm: FakeSlurm
+) -> None:
+    lose_jobs(slurm, "7")
     job.on_interrupt()
     job.end(EXIT_RETRY)
     assert cancelled(slurm) == ["8", "9"]
 
 
 @pytest.mark.parametrize(
-    ("code", "stopped", "goes_on"),
+    ("code", "stopped", "continues"),
     [
         (EXIT_RETRY, False, True),
         (EXIT_RETRY, True, False),
@@ -149,24 +151,24 @@ def test_what_is_saved_in_time_is_given_back_at_once(job: HetJob, slurm: FakeSlu
         (EXIT_DONE, False, False),
     ],
 )
-def test_what_is_queued_goes_unless_the_run_is_to_go_on(
-    job: HetJob, slurm: FakeSlurm, code: int, stopped: bool, goes_on: bool
+def test_pending_jobs_are_cancelled_unless_the_run_continues(
+    job: HetJob, slurm: FakeSlurm, code: int, stopped: bool, continues: bool
 ) -> None:
-    """But for a group's own job: the successor has a component for it."""
+    """A group's separate job is always cancelled, because the successor has a component for it."""
     for number, kind in (("20", "successor"), ("21", "spare"), ("22", "group")):
         job.ledger.add(Submission(number, kind, "actor" if kind != "successor" else ""))
     slurm.set(jobs=ALL | {number: {"state": "PENDING"} for number in ("20", "21", "22")})
     if stopped:
         request_stop(job.run, code, "it says so")
     job.end(code)
-    assert cancelled(slurm) == (["22"] if goes_on else ["20", "21", "22"])
+    assert cancelled(slurm) == (["22"] if continues else ["20", "21", "22"])
 
 
 @pytest.mark.parametrize("setup", [["ulimit -n 777"], []])
-def test_a_standby_has_the_limits_of_the_site(
+def test_a_standby_inherits_limits_only_with_a_setup(
     job: HetJob, slurm: FakeSlurm, setup: list[str]
 ) -> None:
-    """The site's setup runs in the batch script alone."""
+    """The site's setup runs only in the batch script."""
     slurm.set(jobs=ALL | {"7": ALL["7"] | {"node_list": "node[1-2]"}})
     (job.run.root / "logs").mkdir()
     job.config.site.setup = setup
@@ -177,12 +179,12 @@ def test_a_standby_has_the_limits_of_the_site(
     assert ("--propagate=NOFILE,MEMLOCK,NPROC,STACK" in call["argv"]) == bool(setup)
 
 
-# -- groups that went on in jobs of their own ------------------------------------------------------
+# -- groups in separate jobs -----------------------------------------------------------------------
 
 
 @pytest.fixture
-def moved(job: HetJob, slurm: FakeSlurm) -> HetJob:
-    """The actor went on in job 22, and a member of rollout beside the first lives in 23."""
+def job_with_detached(job: HetJob, slurm: FakeSlurm) -> HetJob:
+    """The actor continues in job 22, and a second rollout group runs in job 23."""
     (job.run.root / "config.yaml").write_text("layout: het\n")
     for number, name in (("22", "actor"), ("23", "rollout-2")):
         job.ledger.add(Submission(number, "group", name))
@@ -190,77 +192,87 @@ def moved(job: HetJob, slurm: FakeSlurm) -> HetJob:
     return job
 
 
-def begun(job: HetJob) -> SimpleNamespace:
-    """What a supervisor is told that begins in the job."""
+def new_supervisor(job: HetJob) -> SimpleNamespace:
+    """A supervisor that starts in the job, with its table of groups."""
     supervisor = SimpleNamespace(table=GroupTable(job.run, job.config, ["actor"]))
     job.detached_groups.fill_table(supervisor)
     return supervisor
 
 
-def test_the_job_of_a_group_is_given_back_with_that_of_the_run(
-    moved: HetJob, slurm: FakeSlurm
+def test_a_detached_job_is_cancelled_with_that_of_the_run(
+    job_with_detached: HetJob, slurm: FakeSlurm
 ) -> None:
-    assert begun(moved).table.detached == {"actor": "22"}
-    assert not moved.detached_groups.retire_group("rollout"), "it lives here"
-    assert not moved.detached_groups.retire_group("rollout-2"), (
+    assert new_supervisor(job_with_detached).table.detached == {"actor": "22"}
+    assert not job_with_detached.detached_groups.retire_group("rollout"), "it runs in this job"
+    assert not job_with_detached.detached_groups.retire_group("rollout-2"), (
         "no successor has a component for it"
     )
-    assert moved.detached_groups.retire_group("actor") and not cancelled(slurm), (
-        "its supervisor has it save"
+    assert job_with_detached.detached_groups.retire_group("actor") and not cancelled(slurm), (
+        "its supervisor saves first"
     )
-    assert moved.ledger.is_retired("22")
-    moved.end(EXIT_RETRY)
+    assert job_with_detached.ledger.is_retired("22")
+    job_with_detached.end(EXIT_RETRY)
     assert cancelled(slurm) == ["22"]
-    found = begun(moved)
-    assert (found.table.detached, found.table.unfit) == ({}, {}), (
-        "the successor has it in its own component"
+    successor = new_supervisor(job_with_detached)
+    assert (successor.table.detached, successor.table.unfit) == ({}, {}), (
+        "the successor has a component for the group"
     )
 
 
-def test_what_a_head_that_is_killed_soon_has_to_give_back_is_all_of_it(
-    moved: HetJob, slurm: FakeSlurm
+def test_a_head_that_will_be_killed_cancels_all_its_jobs(
+    job_with_detached: HetJob, slurm: FakeSlurm
 ) -> None:
-    lose(slurm, "7")
-    moved._retire_at = 0.0
-    moved.before_wait()
+    lose_jobs(slurm, "7")
+    job_with_detached._retire_at = 0.0
+    job_with_detached.before_wait()
     assert cancelled(slurm) == ["8", "9", "22"]
 
 
 @pytest.mark.parametrize(
-    ("resized", "sbatch", "along"), [(True, True, True), (True, False, False), (False, False, True)]
+    ("resized", "can_submit", "is_cancelled_too"),
+    [(True, True, True), (True, False, False), (False, False, True)],
 )
-def test_a_group_with_another_size_gets_a_job_of_its_own_again(
-    moved: HetJob, resized: bool, sbatch: bool, along: bool
+def test_a_resized_group_gets_another_separate_job(
+    job_with_detached: HetJob, resized: bool, can_submit: bool, is_cancelled_too: bool
 ) -> None:
-    moved.config.site.sbatch_on_nodes = sbatch
+    job_with_detached.config.site.sbatch_on_nodes = can_submit
     if resized:
-        changes = moved.run.root / "changes"
+        changes = job_with_detached.run.root / "changes"
         changes.mkdir(exist_ok=True)
         (changes / "000001-actor.yaml").write_text("groups: {actor: {resources: {nodes: 4}}}\n")
-    assert moved.detached_groups.retire_group("actor") == along
-    found = begun(moved)
-    assert bool(found.table.detached) != along and bool(found.table.unfit) == (resized and along)
-
-
-def test_a_component_that_was_given_back_is_not_used_again(moved: HetJob) -> None:
-    for given_back in ("9", "22"):
-        moved.ledger.mark_retired(given_back)
-    assert "cancelled" in begun(moved).table.unfit["actor"]
-
-
-def test_a_job_that_gave_way_to_nobody_hands_its_group_to_this_one(
-    moved: HetJob, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its supervisor had found the predecessor's job gone, and not yet this one there."""
-    record_launch(
-        moved.run, "actor", claim_incarnation(moved.run, "actor"), Launch(1, UNKNOWN, job="22")
+    assert job_with_detached.detached_groups.retire_group("actor") == is_cancelled_too
+    successor = new_supervisor(job_with_detached)
+    assert bool(successor.table.detached) != is_cancelled_too and bool(successor.table.unfit) == (
+        resized and is_cancelled_too
     )
-    back: list[str] = []
-    supervisor = begun(moved)
-    supervisor.restart_group = lambda name, _: back.append(name)
-    moved.ledger.mark_retired("22")
-    moved.detached_groups._check_jobs(supervisor)
-    assert not back, "it still saves"
+
+
+def test_a_cancelled_job_is_not_used_again(job_with_detached: HetJob) -> None:
+    for retired_job in ("9", "22"):
+        job_with_detached.ledger.mark_retired(retired_job)
+    assert "cancelled" in new_supervisor(job_with_detached).table.unfit["actor"]
+
+
+def test_a_group_restarts_here_if_its_detached_job_retired_without_successor(
+    job_with_detached: HetJob, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group's supervisor saw that the former run job had ended, but not yet this job."""
+    record_launch(
+        job_with_detached.run,
+        "actor",
+        claim_incarnation(job_with_detached.run, "actor"),
+        Launch(1, UNKNOWN, job="22"),
+    )
+    restarted_groups: list[str] = []
+    supervisor = new_supervisor(job_with_detached)
+    supervisor.restart_group = lambda name, _: restarted_groups.append(name)
+    job_with_detached.ledger.mark_retired("22")
+    job_with_detached.detached_groups._check_jobs(supervisor)
+    assert not restarted_groups, "it still saves"
     slurm.set(jobs=ALL)
-    moved.detached_groups._check_jobs(supervisor)
-    assert back == ["actor"] and not supervisor.table.detached and not supervisor.table.unfit
+    job_with_detached.detached_groups._check_jobs(supervisor)
+    assert (
+        restarted_groups == ["actor"]
+        and not supervisor.table.detached
+        and not supervisor.table.unfit
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -51,41 +52,43 @@ def merged(tree: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def sections(config: Config) -> dict[str, list[str]]:
+def sbatch_options(config: Config) -> dict[str, list[str]]:
     """#SBATCH options by the first group of their component."""
     texts = list(render(config).values())
-    parts = "".join(texts).split("#SBATCH --job-name=")[1:]
+    components = "".join(texts).split("#SBATCH --job-name=")[1:]
     return {
-        part.partition("-")[0]: [
+        component.partition("-")[0]: [
             line.removeprefix("#SBATCH ")
-            for line in part.splitlines()
+            for line in component.splitlines()
             if line.startswith("#SBATCH")
         ]
-        for part in parts
+        for component in components
     }
 
 
 def test_null_removes_an_option_of_a_site_a_kind_of_nodes_or_a_group() -> None:
-    lines = sections(run_of(**{"site.options": {"ntasks-per-node": None, "mem": None}}))
-    assert not any(
-        "ntasks-per-node" in line or "mem" in line for part in lines.values() for line in part
-    )
-    lines = sections(run_of(**{"site.cpu_options": {"cpus-per-task": None}}))
+    lines = sbatch_options(run_of(**{"site.options": {"ntasks-per-node": None, "mem": None}}))
+    for line in chain.from_iterable(lines.values()):
+        assert "ntasks-per-node" not in line and "mem" not in line
+    lines = sbatch_options(run_of(**{"site.cpu_options": {"cpus-per-task": None}}))
     assert "--cpus-per-task=1" in lines["actor"] and "--cpus-per-task=1" not in lines["hub"]
-    lines = sections(run_of(**{"groups.actor.resources.options": {"mem": None}}))
+    lines = sbatch_options(run_of(**{"groups.actor.resources.options": {"mem": None}}))
     assert "--mem=0" not in lines["actor"]
-    lines = sections(run_of(**{"site.gpu_options": {"gpus-per-node": None, "gpus": "8"}}))
+    lines = sbatch_options(run_of(**{"site.gpu_options": {"gpus-per-node": None, "gpus": "8"}}))
     assert "--gpus=8" in lines["actor"] and "--gpus-per-node=8" not in lines["actor"]
 
 
-def test_a_value_replaces_that_of_relax_hpc() -> None:
-    lines = sections(run_of(**{"site.options": {"open-mode": "truncate", "export": "NIL"}}))
+def test_a_value_replaces_the_default() -> None:
+    lines = sbatch_options(run_of(**{"site.options": {"open-mode": "truncate", "export": "NIL"}}))
     assert "--open-mode=truncate" in lines["hub"] and "--export=NIL" in lines["hub"]
     assert "--open-mode=append" not in lines["hub"]
-    lines = sections(run_of("jobs", **{"site.options": {"requeue": "expedite"}}))
-    assert all("--requeue=expedite" in part and "--requeue" not in part for part in lines.values())
-    lines = sections(run_of("jobs", **{"site.options": {"signal": "B:USR2@600"}}))
-    assert all("--signal=B:USR2@600" in part for part in lines.values())
+    lines = sbatch_options(run_of("jobs", **{"site.options": {"requeue": "expedite"}}))
+    assert all(
+        "--requeue=expedite" in component_lines and "--requeue" not in component_lines
+        for component_lines in lines.values()
+    )
+    lines = sbatch_options(run_of("jobs", **{"site.options": {"signal": "B:USR2@600"}}))
+    assert all("--signal=B:USR2@600" in component_lines for component_lines in lines.values())
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_a_value_replaces_that_of_relax_hpc() -> None:
         ("het", {"constraint": ""}, r"site.options.constraint: found nothing"),
     ],
 )
-def test_what_recovery_needs_stays(
+def test_options_that_recovery_needs_cannot_change(
     layout: str, options: dict[str, str | None], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -160,7 +163,7 @@ def test_steps_inherit_the_limits_of_a_setup() -> None:
         ({"wait": None}, "found null, but recovery needs"),
     ],
 )
-def test_changes_of_a_step_that_are_refused(options: dict[str, str | None], message: str) -> None:
+def test_wrong_options_of_a_step_are_refused(options: dict[str, str | None], message: str) -> None:
     for key in (
         "site.srun_options",
         "site.gpu_srun_options",
@@ -171,14 +174,14 @@ def test_changes_of_a_step_that_are_refused(options: dict[str, str | None], mess
         assert str(caught.value).startswith(key)
 
 
-def test_a_launcher_may_be_any_plugin_of_the_site() -> None:
+def test_a_launcher_can_be_any_plugin_of_the_site() -> None:
     check_srun_options(run_of(**{"site.mpi.launcher": "cray_shasta"}))
     with pytest.raises(ConfigError, match=r"site.mpi.launcher: found '--x', allowed: mpiexec, or"):
         check_srun_options(run_of(**{"site.mpi.launcher": "--x"}))
 
 
 def test_names_of_jobs_begin_with_their_group() -> None:
-    """squeue shows eight characters of a name."""
+    """squeue shows only eight characters of a name."""
     for layout in ("het", "jobs"):
-        assert set(sections(run_of(layout))) == {"hub", "actor", "rollout"}
-    assert [part.name for part in components(run_of())] == ["hub", "actor", "rollout"]
+        assert set(sbatch_options(run_of(layout))) == {"hub", "actor", "rollout"}
+    assert [component.name for component in components(run_of())] == ["hub", "actor", "rollout"]

@@ -28,7 +28,7 @@ from tests.requirements import requires
 pytestmark = pytest.mark.slurm
 
 WAIT_S = 120.0
-BEATS = """\
+WAITING_JOB = """\
 import os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
 deadline = time.monotonic() + 60
@@ -49,16 +49,16 @@ print(os.environ["SLURMD_NODENAME"], ranks.sum())
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """pytest's own names are too long for the sockets of a sandbox."""
+    """A folder with a short path: paths of pytest are too long for the sockets of a sandbox."""
     with tempfile.TemporaryDirectory(dir=session_folder()) as name:
         yield Path(name)
 
 
-def batch(sandbox: Sandbox, folder: Path, script: str, *options: str) -> int:
+def submit_script(sandbox: Sandbox, folder: Path, script: str, *options: str) -> int:
     """Submit `script` and return the job's id."""
     path = folder / "job.sh"
     path.write_text(f"#!/bin/bash\n{script}\n")
-    words = (
+    command = (
         "sbatch",
         "--parsable",
         f"--output={folder}/%j.out",
@@ -66,13 +66,15 @@ def batch(sandbox: Sandbox, folder: Path, script: str, *options: str) -> int:
         *options,
         str(path),
     )
-    return int(sandbox.client(*words))
+    return int(sandbox.client(*command))
 
 
-def beats(sandbox: Sandbox, folder: Path, *options: str) -> tuple[int, psutil.Process]:
-    """A job that runs until `folder`/end exists; its id and its process."""
-    (folder / "beats.py").write_text(BEATS)
-    job = batch(sandbox, folder, f"exec {sys.executable} {folder}/beats.py {folder}", *options)
+def start_job(sandbox: Sandbox, folder: Path, *options: str) -> tuple[int, psutil.Process]:
+    """Start a job that runs until `folder`/end exists. Return its id and its process."""
+    (folder / "beats.py").write_text(WAITING_JOB)
+    job = submit_script(
+        sandbox, folder, f"exec {sys.executable} {folder}/beats.py {folder}", *options
+    )
     pid = folder / "pid"
     until(
         lambda: pid.exists() and pid.read_text().endswith("\n"), WAIT_S, f"job {job} does not start"
@@ -86,31 +88,33 @@ def state_of(sandbox: Sandbox, job: int) -> str:
     ).split()[0]
 
 
-def test_up_status_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with private_sandbox() as own:
-        folder = str(own.folder)
-        assert own.is_up() and main(["sandbox", "status", str(folder)]) == EXIT_DONE
-        pids = own.daemons()
-        assert main(["sandbox", "up", str(folder)]) == EXIT_DONE and own.daemons() == pids, (
-            "what runs is left alone"
+def test_up_status_and_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with private_sandbox() as sandbox:
+        folder = str(sandbox.folder)
+        assert sandbox.is_up() and main(["sandbox", "status", str(folder)]) == EXIT_DONE
+        pids = sandbox.daemons()
+        assert main(["sandbox", "up", str(folder)]) == EXIT_DONE and sandbox.daemons() == pids, (
+            "running daemons are not restarted"
         )
         assert main(["sandbox", "up", str(folder), "--nodes", "3"]) == EXIT_CONFIG
         assert "down first" in capsys.readouterr().err
-        beats(own, tmp_path)
+        start_job(sandbox, tmp_path)
         assert main(["sandbox", "down", str(folder)]) == EXIT_DONE
-        assert left_behind(own.folder) == [] and set(own.daemons().values()) == {0}
+        assert left_behind(sandbox.folder) == [] and set(sandbox.daemons().values()) == {0}
         listening = {
-            c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+            connection.laddr.port
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
         }
-        assert not listening & set(range(own.options.port, own.options.port + 64))
-        assert main(["sandbox", "down", str(folder)]) == EXIT_DONE, "nothing to do is no error"
+        assert not listening & set(range(sandbox.options.port, sandbox.options.port + 64))
+        assert main(["sandbox", "down", str(folder)]) == EXIT_DONE, "a second down is not an error"
         assert main(["sandbox", "status", str(folder)]) == EXIT_RETRY
         assert "slurmctld        DOWN" in capsys.readouterr().out
-        assert cluster.load(folder).options == own.options, "the next up starts it as it was"
+        assert cluster.load(folder).options == sandbox.options, "the next up has the same options"
 
 
 def await_idle(sandbox: Sandbox) -> None:
-    """Wait until no node has a job; the test before may have left one that is completing."""
+    """Wait until no node has a job. A job of an earlier test may still be completing."""
     until(
         lambda: set(sandbox.node_states().values()) == {"idle"}, WAIT_S, f"{sandbox.node_states()}"
     )
@@ -118,16 +122,16 @@ def await_idle(sandbox: Sandbox) -> None:
 
 def test_srun_over_nodes(sandbox: Sandbox) -> None:
     await_idle(sandbox)
-    words = (
+    command = (
         "srun",
         f"--nodes={len(sandbox.nodes)}",
         "--ntasks-per-node=2",
         "--gpus-per-node=2",
         "printenv",
     )
-    seen = Counter(sandbox.client(*words, "SLURMD_NODENAME").split())
-    assert seen == dict.fromkeys(sandbox.nodes, 2)
-    assert sandbox.client(*words, "CUDA_VISIBLE_DEVICES").split() == ["0,1"] * 2 * len(
+    node_counts = Counter(sandbox.client(*command, "SLURMD_NODENAME").split())
+    assert node_counts == dict.fromkeys(sandbox.nodes, 2)
+    assert sandbox.client(*command, "CUDA_VISIBLE_DEVICES").split() == ["0,1"] * 2 * len(
         sandbox.nodes
     )
 
@@ -138,13 +142,13 @@ def test_heterogeneous_job_starts_within_seconds(sandbox: Sandbox, tmp_path: Pat
         "--ntasks-per-node=2\n"
         "srun --het-group=0,1 printenv SLURM_PROCID > ranks && mv ranks done"
     )
-    job = batch(sandbox, tmp_path, script)
+    job = submit_script(sandbox, tmp_path, script)
     until((tmp_path / "done").exists, 10.0, f"job {job}: {sandbox.client('squeue')}")
     assert sorted((tmp_path / "done").read_text().split()) == ["0", "1", "2", "3"]
     until(lambda: state_of(sandbox, job) == "COMPLETED", WAIT_S, f"job {job} does not end")
 
 
-def test_site_file_and_its_mpi(sandbox: Sandbox) -> None:
+def test_the_site_file_starts_mpi_ranks(sandbox: Sandbox) -> None:
     site = build(Config, compose([str(sandbox.site)], {}).tree).site
     assert (site.name, site.partition, site.interface) == ("sandbox", "main", "lo")
     requires("mpi")
@@ -159,91 +163,103 @@ def test_site_file_and_its_mpi(sandbox: Sandbox) -> None:
         RANKS,
     ]
     await_idle(sandbox)
-    done = subprocess.run(
+    srun = subprocess.run(
         step,
         env=sandbox.environment() | site.env | library,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert sorted(done.stdout.splitlines()) == ["node1 6", "node1 6", "node2 6", "node2 6"], (
-        done.stderr
+    assert sorted(srun.stdout.splitlines()) == ["node1 6", "node1 6", "node2 6", "node2 6"], (
+        srun.stderr
     )
 
 
-def test_killed_node_is_dead_and_comes_back(small_sandbox: Sandbox, tmp_path: Path) -> None:
-    own = small_sandbox
+def test_a_killed_node_ends_its_processes_and_can_restart(
+    small_sandbox: Sandbox, tmp_path: Path
+) -> None:
+    sandbox = small_sandbox
     script = f"env -i setsid {sys.executable} {tmp_path}/beats.py {tmp_path} & wait"
-    (tmp_path / "beats.py").write_text(BEATS)
-    batch(own, tmp_path, script, "--nodelist=node2", "--no-requeue")
+    (tmp_path / "beats.py").write_text(WAITING_JOB)
+    submit_script(sandbox, tmp_path, script, "--nodelist=node2", "--no-requeue")
     until((tmp_path / "pid").exists, WAIT_S, "the job does not start")
-    inner = psutil.Process(int((tmp_path / "pid").read_text()))
-    killed = own.kill_node("node2", down=True)
-    assert inner.pid in killed and own.daemons()["slurmd-node2"] == 0
-    assert not processes.alive(inner) and not processes.steps(own.folder, "node2")
-    assert own.node_states()["node2"].startswith("down") and own.node_states()["node1"] == "idle"
-    assert own.kill_node("node2") == [], "a dead node stays dead"
-    own.start_node("node2")
-    assert own.client("srun", "--nodelist=node2", "printenv", "SLURMD_NODENAME").strip() == "node2"
+    process = psutil.Process(int((tmp_path / "pid").read_text()))
+    killed = sandbox.kill_node("node2", down=True)
+    assert process.pid in killed and sandbox.daemons()["slurmd-node2"] == 0
+    assert not processes.alive(process) and not processes.steps(sandbox.folder, "node2")
+    assert (
+        sandbox.node_states()["node2"].startswith("down")
+        and sandbox.node_states()["node1"] == "idle"
+    )
+    assert sandbox.kill_node("node2") == [], "a dead node stays dead"
+    sandbox.start_node("node2")
+    assert (
+        sandbox.client("srun", "--nodelist=node2", "printenv", "SLURMD_NODENAME").strip() == "node2"
+    )
 
 
-def test_running_job_survives_a_restart_of_slurm(small_sandbox: Sandbox, tmp_path: Path) -> None:
-    own = small_sandbox
-    job, process = beats(own, tmp_path, "--job-name=survivor")
-    # slurmctld writes its state within 5 s; what it has not written, a kill -9 makes it forget.
-    saved = own.folder / "state/job_state"
+def test_a_running_job_survives_a_restart_of_slurm(small_sandbox: Sandbox, tmp_path: Path) -> None:
+    sandbox = small_sandbox
+    job, process = start_job(sandbox, tmp_path, "--job-name=survivor")
+    # slurmctld saves its state every 5 s. After kill -9 it has lost everything else.
+    state_file = sandbox.folder / "state/job_state"
     started = process.create_time()
 
-    def knows_it() -> bool:
-        # A state that was put together before the job came may be written after that.
+    def has_saved_the_job() -> bool:
+        # A state from before the job can be written after the job started.
         return (
-            saved.exists() and saved.stat().st_mtime > started and b"survivor" in saved.read_bytes()
+            state_file.exists()
+            and state_file.stat().st_mtime > started
+            and b"survivor" in state_file.read_bytes()
         )
 
-    until(knows_it, WAIT_S, "slurmctld does not save its state")
-    before = own.daemons()
-    own.restart()
-    after = own.daemons()
-    assert all(before[name] != after[name] for name in before if name != "munged") and own.is_up()
-    assert state_of(own, job) == "RUNNING" and processes.alive(process)
-    own.stop_controller()
-    assert own.node_states() == {} and processes.alive(process)
-    own.start_controller()
+    until(has_saved_the_job, WAIT_S, "slurmctld does not save its state")
+    pids_before = sandbox.daemons()
+    sandbox.restart()
+    pids_after = sandbox.daemons()
+    assert (
+        all(pids_before[name] != pids_after[name] for name in pids_before if name != "munged")
+        and sandbox.is_up()
+    )
+    assert state_of(sandbox, job) == "RUNNING" and processes.alive(process)
+    sandbox.stop_controller()
+    assert sandbox.node_states() == {} and processes.alive(process)
+    sandbox.start_controller()
     (tmp_path / "end").touch()
-    until(lambda: state_of(own, job) == "COMPLETED", WAIT_S, f"job {job} does not end")
+    until(lambda: state_of(sandbox, job) == "COMPLETED", WAIT_S, f"job {job} does not end")
     assert (tmp_path / "done").exists()
 
 
-def test_two_side_by_side(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_two_sandboxes_run_at_the_same_time(sandbox: Sandbox, tmp_path: Path) -> None:
     lines = (
         "PreemptType=preempt/partition_prio",
         "PreemptMode=REQUEUE",
         "PartitionName=urgent Nodes=ALL PriorityTier=9",
     )
-    with private_sandbox(nodes=1, gpus=0, extra=lines) as other:
-        assert other.client("sinfo", "--noheader", "--format=%R").split() == ["main", "urgent"]
-        job, _ = beats(other, tmp_path, "--cpus-per-task=8")
-        assert state_of(other, job) == "RUNNING" and sandbox.client("squeue", "--noheader") == ""
+    with private_sandbox(nodes=1, gpus=0, extra=lines) as second:
+        assert second.client("sinfo", "--noheader", "--format=%R").split() == ["main", "urgent"]
+        job, _ = start_job(second, tmp_path, "--cpus-per-task=8")
+        assert state_of(second, job) == "RUNNING" and sandbox.client("squeue", "--noheader") == ""
         assert (
-            other.client("srun", "--partition=urgent", "--cpus-per-task=8", "echo", "first")
+            second.client("srun", "--partition=urgent", "--cpus-per-task=8", "echo", "first")
             == "first\n"
         )
-        assert state_of(other, job) == "PENDING", "preempted"
+        assert state_of(second, job) == "PENDING", "preempted"
     assert sandbox.is_up()
 
 
 @pytest.mark.root
-def test_plain_user() -> None:
+def test_a_plain_user_can_run_a_sandbox() -> None:
     requires_sandbox()
     with plain_user() as user:
         folder, sandbox = user.home / "slurm", (user.python, "-m", "relax_hpc", "sandbox")
         up = user.run(*sandbox, "up", folder, "--nodes", "2")
         assert up.returncode == EXIT_DONE, up.stderr
-        own = cluster.load(folder)
+        private = cluster.load(folder)
         try:
             assert {
                 folder.owner(),
-                *(psutil.Process(pid).username() for pid in own.daemons().values()),
+                *(psutil.Process(pid).username() for pid in private.daemons().values()),
             } == {user.name}
             step = user.run("bash", "-c", f". {folder}/env.sh && srun --nodes=2 id -un")
             assert step.stdout.split() == [user.name] * 2, step.stderr
@@ -257,7 +273,7 @@ def test_plain_user() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "expected"),
     [
         (["up", "DIR/" + "x" * 80], "allowed 64: the kernel allows no Unix socket"),
         (["up", "DIR/a b"], "/a b', allowed letters"),
@@ -283,9 +299,9 @@ def test_plain_user() -> None:
         (["status", "DIR/x", "--down"], "--down: unknown option"),
     ],
 )
-def test_wrong_use_teaches_and_leaves_nothing(
-    words: list[str],
-    says: str,
+def test_wrong_use_has_an_error_with_a_fix_and_leaves_nothing(
+    arguments: list[str],
+    expected: str,
     short_folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -295,15 +311,17 @@ def test_wrong_use_teaches_and_leaves_nothing(
         machine, "_first_used_port", lambda chosen: chosen.port if chosen.port == 1 else None
     )
     assert (
-        main(["sandbox", *(word.replace("DIR", str(short_folder)) for word in words)])
+        main(["sandbox", *(argument.replace("DIR", str(short_folder)) for argument in arguments)])
         == EXIT_CONFIG
     )
     message = capsys.readouterr().err
-    assert says in message and message.count("\n") == 1
+    assert expected in message and message.count("\n") == 1
     assert not list(short_folder.iterdir())
 
 
-def test_unfit_machine_teaches(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfit_machine_has_an_error_with_a_fix(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = short_folder / "x"
     monkeypatch.setattr(machine, "missing", lambda: ["munged", "slurmctld"])
     with pytest.raises(
@@ -317,12 +335,12 @@ def test_unfit_machine_teaches(short_folder: Path, monkeypatch: pytest.MonkeyPat
     assert not folder.exists()
 
 
-def test_taken_port_and_unknown_node(sandbox: Sandbox) -> None:
+def test_a_used_port_and_an_unknown_node_are_refused(sandbox: Sandbox) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1] - 1
-        # Another program may use the port before it.
+        # Another program may use the port below.
         message = f"port: ({port}|{port + 1}) of 127.0.0.1 is in use"
         with pytest.raises(ConfigError, match=message), private_sandbox(port=port):
             pass
@@ -332,7 +350,7 @@ def test_taken_port_and_unknown_node(sandbox: Sandbox) -> None:
         sandbox.client("srun", "--partition=none", "true")
 
 
-def test_extra_lines_take_the_place_of_settings() -> None:
+def test_extra_lines_replace_settings() -> None:
     text = config_files.slurm_conf(
         Path("/x"), Options(extra=("KillWait=7", "PartitionName=main Nodes=node1", "Licenses=a"))
     )
@@ -340,7 +358,7 @@ def test_extra_lines_take_the_place_of_settings() -> None:
     assert text.count("PartitionName=main ") == 1 and text.endswith("Licenses=a\n")
 
 
-def test_sandboxes_beside_each_other_have_no_job_of_the_same_number() -> None:
+def test_sandboxes_on_different_ports_have_different_job_ids() -> None:
     def first(port: int) -> int:
         text = config_files.slurm_conf(Path("/x"), Options(port=port))
         return next(
@@ -366,8 +384,9 @@ subprocess.run([sys.executable, "-c", *sys.argv[1:]], process_group=0)
 """
 
 
-def test_no_frozen_process_wakes_up_when_all_are_killed(tmp_path: Path) -> None:
-    """As in a power loss. The kernel wakes the stopped children of a parent that ends first."""
+def test_no_suspended_process_resumes_when_all_are_killed(tmp_path: Path) -> None:
+    """A simulated power loss suspends all processes, then kills them. If a parent ends first, the
+    kernel resumes its suspended children."""
     for number in range(10):
         awake = tmp_path / str(number)
         command = [sys.executable, "-c", PARENT_OF_SLEEPER, SLEEPER, str(awake)]

@@ -1,10 +1,11 @@
-"""Our decoders compared with FFmpeg's program: the same frames and samples, or a refusal that names
+"""Decoders compared with the FFmpeg program: the same frames and samples, or a refusal that names
 the format."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -46,17 +47,19 @@ from tests.requirements import requires
 requires("ffmpeg")
 RULES = Rules(image=Budget(1024, 1 << 20), clip=Budget(1024, 1 << 24), rate=16000)
 LIMITS = Limits()
-QUARTER = 1 << 16
+ONE = 1 << 16
 
 
 def assert_same_frames(video: Video, expected: list[np.ndarray], numbers: list[int]) -> None:
-    """All frames, and those of ``numbers`` alone, are the expected ones; the next frame is far
-    off."""
+    """Assert that all frames, and only the frames `numbers`, equal the expected frames.
+
+    Adjacent frames differ by much more than the tolerance.
+    """
     assert video.count == len(expected)
-    for chosen in (list(range(video.count)), numbers):
-        frames = list(video.frames(chosen))
-        assert len(frames) == len(chosen)
-        for number, frame in zip(chosen, frames, strict=True):
+    for requested in (list(range(video.count)), numbers):
+        frames = list(video.frames(requested))
+        assert len(frames) == len(requested)
+        for number, frame in zip(requested, frames, strict=True):
             assert frame.shape == expected[number].shape
             assert np.abs(frame.astype(int) - expected[number]).mean() < 1, f"frame {number}"
 
@@ -90,22 +93,22 @@ CODECS = {
     "raw": (("-c:v", "rawvideo", "-pix_fmt", "yuv420p"), ("avi",)),
     "gif": ((), ("gif",)),
 }
-"""Codec -> how FFmpeg's program encodes it, and the containers that have it."""
-EVERYDAY = {
+"""Arguments of FFmpeg that encode a codec, and containers that support it."""
+QUICK_PAIRS = {
     *(("h264", "ts"), ("open", "mp4"), ("mpeg1", "mpg"), ("mpeg2", "ts"), ("mpeg4", "avi")),
     *(("mjpeg", "avi"), ("wmv", "wmv"), ("gif", "gif")),
 }
-PAIRS = [
-    (codec, container) for codec, (_, containers) in CODECS.items() for container in containers
-]
+PAIRS: list[tuple[str, str]] = []
+for codec_name, (_, codec_containers) in CODECS.items():
+    PAIRS += [(codec_name, container_name) for container_name in codec_containers]
 
 
 @pytest.mark.parametrize(
     ("codec", "container"),
-    [pair for pair in PAIRS if pair in EVERYDAY or effort(0, 1)],
+    [pair for pair in PAIRS if pair in QUICK_PAIRS or effort(0, 1)],
     ids=lambda value: value,
 )
-def test_frames_are_those_of_ffmpeg(codec: str, container: str, tmp_path: Path) -> None:
+def test_frames_equal_those_of_ffmpeg(codec: str, container: str, tmp_path: Path) -> None:
     encode, _ = CODECS[codec]
     assert_right_frames(make_file(tmp_path / f"x.{container}", *moving(), encode))
 
@@ -121,7 +124,7 @@ def test_frames_are_those_of_ffmpeg(codec: str, container: str, tmp_path: Path) 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_decord_reads_a_few_frames_of_what_it_seeks_right(
+def test_decord_reads_only_few_frames_of_files_where_seeking_is_exact(
     name: str,
     encode: tuple[str, ...],
     readers: list[str],
@@ -129,18 +132,21 @@ def test_decord_reads_a_few_frames_of_what_it_seeks_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = make_file(tmp_path / name, *moving(), encode)
-    video, expected, used = read_video(str(path), LIMITS), decoded_frames(path), list[str]()
+    video, expected, used_readers = read_video(str(path), LIMITS), decoded_frames(path), list[str]()
     for reader in ("_intra_frames", "_decord_frames", "_sequential_frames"):
-        real = getattr(frame_reader, reader)
+        original = getattr(frame_reader, reader)
         monkeypatch.setattr(
             frame_reader,
             reader,
-            lambda *asked, reader=reader, real=real: (used.append(reader), real(*asked))[1],
+            lambda *arguments, reader=reader, original=original: (
+                used_readers.append(reader),
+                original(*arguments),
+            )[1],
         )
     for numbers in ([1, 13, 26], list(range(video.count))):
         for number, frame in zip(numbers, video.frames(numbers), strict=True):
             assert np.abs(frame.astype(int) - expected[number]).mean() < 1
-    assert used == readers
+    assert used_readers == readers
 
 
 @settings(max_examples=effort(3, 200), deadline=None, suppress_health_check=list(HealthCheck))
@@ -151,7 +157,7 @@ def test_decord_reads_a_few_frames_of_what_it_seeks_right(
     size=st.sampled_from(["64x64", "98x66", "176x144"]),
     data=st.data(),
 )
-def test_frames_of_any_video_are_those_of_ffmpeg(
+def test_frames_of_random_videos_equal_those_of_ffmpeg(
     pair: tuple[str, str],
     frames: int,
     rate: str,
@@ -160,7 +166,7 @@ def test_frames_of_any_video_are_those_of_ffmpeg(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     codec, container = pair
-    # MPEG-1 and -2 have a list of rates, H.263 one of sizes.
+    # MPEG-1 and MPEG-2 support only some frame rates.
     rate = "25" if codec in ("mpeg1", "mpeg2") else rate
     path = tmp_path_factory.mktemp("video") / f"x.{container}"
     make_file(path, *moving(size, rate, frames), CODECS[codec][0])
@@ -175,8 +181,7 @@ def test_frames_of_any_video_are_those_of_ffmpeg(
     ids=["h264", "hevc", "mpeg4"],
 )
 def test_an_edit_list_is_applied(encode: tuple[str, ...], start: str, tmp_path: Path) -> None:
-    """As FFmpeg writes it where a video is cut without encoding it again, between two key
-    frames."""
+    """FFmpeg writes an edit list when it cuts a video between two key frames without encoding."""
     whole = make_file(
         tmp_path / "whole.mp4", *moving(), *tones(2, 44100, 1.4), "-c:a", "aac", encode
     )
@@ -186,7 +191,7 @@ def test_an_edit_list_is_applied(encode: tuple[str, ...], start: str, tmp_path: 
     assert_right_sound(cut)
 
 
-def test_a_video_that_was_cut_in_a_group_of_pictures_has_the_frames_that_can_be_decoded(
+def test_a_video_cut_inside_a_group_of_pictures_has_all_decodable_frames(
     tmp_path: Path,
 ) -> None:
     whole = make_file(tmp_path / "whole.mkv", *moving(), HEVC)
@@ -202,8 +207,8 @@ def test_a_video_that_was_cut_in_a_group_of_pictures_has_the_frames_that_can_be_
 
 
 @pytest.mark.parametrize("matrix", range(8) if effort(0, 1) else [1, 6])
-def test_a_turned_or_mirrored_video_is_upright(matrix: int, tmp_path: Path) -> None:
-    signs = [QUARTER * (-1 if matrix & bit else 1) for bit in (1, 2)]
+def test_a_rotated_or_mirrored_video_is_upright(matrix: int, tmp_path: Path) -> None:
+    signs = [ONE * (-1 if matrix & bit else 1) for bit in (1, 2)]
     a, b, c, d = (0, *signs, 0) if matrix & 4 else (signs[0], 0, 0, signs[1])
     path = make_file(tmp_path / "x.mp4", *moving(frames=14), H264)
     set_matrix(path, a, b, c, d)
@@ -212,14 +217,14 @@ def test_a_turned_or_mirrored_video_is_upright(matrix: int, tmp_path: Path) -> N
 
 
 def set_matrix(path: Path, a: int, b: int, c: int, d: int) -> None:
-    """Give the video of an MP4 this display matrix, of numbers of 16.16 bits."""
+    """Set the display matrix of the video in an MP4 file; its numbers have 16.16 bits."""
     content = bytearray(path.read_bytes())
-    at = content.index(b"tkhd") + 44
-    content[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    offset = content.index(b"tkhd") + 44
+    content[offset : offset + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     path.write_bytes(content)
 
 
-def test_a_video_that_is_turned_by_another_angle_is_refused(tmp_path: Path) -> None:
+def test_a_rotation_by_another_angle_is_refused(tmp_path: Path) -> None:
     path = make_file(tmp_path / "x.mp4", *moving(frames=2), H264)
     set_matrix(path, 46341, 46341, -46341, 46341)
     assert refusal(Kind.VIDEO, path) == Reason.UNSUPPORTED
@@ -243,29 +248,31 @@ VARIANTS = {
 @pytest.mark.parametrize(
     "name", [*VARIANTS] if effort(0, 1) else ["ten_bits.mp4", "interlaced.mp4", "variable.mp4"]
 )
-def test_frames_of_unusual_videos_are_those_of_ffmpeg(name: str, tmp_path: Path) -> None:
+def test_frames_of_unusual_videos_equal_those_of_ffmpeg(name: str, tmp_path: Path) -> None:
     assert_right_frames(make_file(tmp_path / name, *moving(), VARIANTS[name]))
 
 
-def test_frames_whose_size_changes_have_the_size_of_the_first(tmp_path: Path) -> None:
-    """As in recordings of calls."""
-    both = [
+def test_frames_of_changing_size_get_the_size_of_the_first(tmp_path: Path) -> None:
+    """Recordings of calls have such frames."""
+    streams = [
         make_file(tmp_path / f"{size}.ts", *moving(size, frames=14), H264)
         for size in ("128x96", "160x128")
     ]
-    (tmp_path / "both.ts").write_bytes(b"".join(part.read_bytes() for part in both))
+    (tmp_path / "both.ts").write_bytes(b"".join(stream.read_bytes() for stream in streams))
     assert_right_frames(tmp_path / "both.ts")
     assert_right_frames(make_file(tmp_path / "both.mkv", "-i", tmp_path / "both.ts", "-c", "copy"))
 
 
-def test_the_stream_of_several_is_the_one_that_ffmpeg_takes(tmp_path: Path) -> None:
+def test_the_selected_stream_is_that_of_ffmpeg(tmp_path: Path) -> None:
     small, large = (
         make_file(tmp_path / f"{size}.mp4", *moving(size), H264) for size in ("128x96", "160x128")
     )
     sounds = [
         make_file(tmp_path / f"{count}.m4a", *tones(count), "-c:a", "aac") for count in (1, 2)
     ]
-    inputs = [word for path in (small, large, *sounds) for word in ("-i", path)]
+    inputs: list[str | Path] = []
+    for path in (small, large, *sounds):
+        inputs += ["-i", path]
     maps = ("-map", "0", "-map", "1", "-map", "2", "-map", "3", "-c", "copy")
     path = make_file(
         tmp_path / "x.mkv", *inputs, *maps, "-disposition:a:0", "default", "-disposition:a:1", "0"
@@ -274,9 +281,9 @@ def test_the_stream_of_several_is_the_one_that_ffmpeg_takes(tmp_path: Path) -> N
     assert_right_sound(path)
 
 
-def test_a_cover_picture_is_no_video(tmp_path: Path) -> None:
+def test_a_cover_image_is_not_a_video(tmp_path: Path) -> None:
     picture = make_file(tmp_path / "x.jpg", *moving(frames=1))
-    both = (
+    add_cover = (
         "-i",
         picture,
         "-map",
@@ -289,10 +296,10 @@ def test_a_cover_picture_is_no_video(tmp_path: Path) -> None:
         "attached_pic",
     )
     for name, codec in (("x.m4a", "aac"), ("x.mp3", "libmp3lame")):
-        path = make_file(tmp_path / name, *tones(2), *both, "-c:a", codec, "-strict", "-2")
+        path = make_file(tmp_path / name, *tones(2), *add_cover, "-c:a", codec, "-strict", "-2")
         assert_right_sound(path)
         assert refusal(Kind.VIDEO, path) in (Reason.NO_STREAM, Reason.MISLABELLED)
-    # A sound alone, in a file that is named as a video.
+    # A file with only a sound, and with the name of a video.
     (tmp_path / "x.mp4").write_bytes((tmp_path / "x.m4a").read_bytes())
     assert len(load(Kind.AUDIO, tmp_path / "x.mp4", RULES).data) > 0
 
@@ -327,31 +334,29 @@ SOUNDS = {
     "pcm_s24be": ("aiff", "caf"),
     "pcm_f32be": ("aiff", "au", "caf"),
 }
-"""Codec of sound -> containers that have it."""
-SOUND_PAIRS = [
-    (codec, container) for codec, containers in SOUNDS.items() for container in containers
-]
+"""Containers by codec of sound."""
+SOUND_PAIRS: list[tuple[str, str]] = []
+for codec_name, sound_containers in SOUNDS.items():
+    SOUND_PAIRS += [(codec_name, container_name) for container_name in sound_containers]
 CHANNELS = {"alac": (1, 2), "libmp3lame": (1, 2), "mp2": (1, 2), "wmav2": (1, 2)}
-"""Codec -> numbers of channels that it has, where not all of 1, 2 and 6."""
-EVERYDAY_SOUNDS = [
+"""Numbers of channels by codec, if not all of 1, 2 and 6 are supported."""
+QUICK_SOUNDS = [
     *(("aac", "m4a", 2, 44100), ("aac", "mp4", 6, 48000), ("aac", "aac", 2, 44100)),
     *(("aac", "ts", 2, 48000), ("libopus", "webm", 2, 16000), ("libvorbis", "ogg", 6, 44100)),
     *(("ac3", "ac3", 6, 48000), ("wmav2", "wma", 2, 44100), ("pcm_f32le", "w64", 2, 22050)),
 ]
-WHOLE_SOUNDS = [
-    (codec, container, channels, rate)
-    for codec, container in SOUND_PAIRS
-    for channels in CHANNELS.get(codec, (1, 2, 6))
-    for rate in (16000, 22050, 44100, 48000)
-    if container != "flv" or rate != 48000
-]
+ALL_SOUNDS: list[tuple[str, str, int, int]] = []
+for codec_name, container_name in SOUND_PAIRS:
+    rates = (16000, 22050, 44100) if container_name == "flv" else (16000, 22050, 44100, 48000)
+    for channel_count, sample_rate in product(CHANNELS.get(codec_name, (1, 2, 6)), rates):
+        ALL_SOUNDS.append((codec_name, container_name, channel_count, sample_rate))
 
 
 @pytest.mark.parametrize(
     ("codec", "container", "channels", "rate"),
-    WHOLE_SOUNDS if effort(0, 1) else EVERYDAY_SOUNDS,
+    ALL_SOUNDS if effort(0, 1) else QUICK_SOUNDS,
 )
-def test_samples_are_those_of_ffmpeg(
+def test_samples_equal_those_of_ffmpeg(
     codec: str, container: str, channels: int, rate: int, tmp_path: Path
 ) -> None:
     path = tmp_path / f"x.{container}"
@@ -365,7 +370,7 @@ def test_samples_are_those_of_ffmpeg(
     rate=st.sampled_from([16000, 22050, 32000, 44100, 48000]),
     seconds=st.floats(0.1, 2.0),
 )
-def test_samples_of_any_sound_are_those_of_ffmpeg(
+def test_samples_of_random_sounds_equal_those_of_ffmpeg(
     pair: tuple[str, str],
     channels: int,
     rate: int,
@@ -383,10 +388,9 @@ def test_samples_of_any_sound_are_those_of_ffmpeg(
 
 
 def test_a_worker_stores_what_this_process_decodes(tmp_path: Path) -> None:
-    """Two channels of a container were once memory that nothing had written, other in each
-    process."""
+    """Two channels were uninitialized memory in an earlier version, and differed by process."""
     video = make_file(tmp_path / "x.mp4", *moving(), *tones(2), H264, "-c:a", "aac")
-    turned = make_file(tmp_path / "x.ts", *moving(), *tones(6), MPEG2, "-c:a", "ac3")
+    transport = make_file(tmp_path / "x.ts", *moving(), *tones(6), MPEG2, "-c:a", "ac3")
 
     async def ids() -> list[str]:
         pool = MediaPool(RULES)
@@ -395,14 +399,14 @@ def test_a_worker_stores_what_this_process_decodes(tmp_path: Path) -> None:
         finally:
             await pool.close()
 
-    media = [(kind, path) for path in (video, turned) for kind in (Kind.VIDEO, Kind.AUDIO)]
+    media = [(kind, path) for path, kind in product((video, transport), (Kind.VIDEO, Kind.AUDIO))]
     assert asyncio.run(ids()) == [
         hash_content(load(kind, path, RULES).to_bytes()) for kind, path in media
     ]
 
 
 def refusal(kind: Kind, path: Path) -> Reason:
-    """Reason why a file is refused, the same for its header and its content."""
+    """Reason of the refusal of a file, which must be the same for header and content."""
     reasons = set[Reason]()
     for read in (header, load):
         with pytest.raises(UnusableMedium) as caught:
@@ -413,7 +417,7 @@ def refusal(kind: Kind, path: Path) -> Reason:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "words"),
+    ("kind", "name", "arguments"),
     [
         (Kind.AUDIO, "x.wv", (*tones(2), "-c:a", "wavpack")),
         (Kind.AUDIO, "x.mkv", (*tones(2), "-c:a", "dca", "-strict", "-2")),
@@ -423,23 +427,23 @@ def refusal(kind: Kind, path: Path) -> Reason:
     ],
     ids=["wavpack", "dts", "cinepak", "h264_without_times", "mxf"],
 )
-def test_a_format_outside_the_lists_is_refused_by_name(
-    kind: Kind, name: str, words: tuple[str, ...], tmp_path: Path
+def test_a_format_outside_the_lists_is_refused(
+    kind: Kind, name: str, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert refusal(kind, make_file(tmp_path / name, *words)) == Reason.UNSUPPORTED
+    assert refusal(kind, make_file(tmp_path / name, *arguments)) == Reason.UNSUPPORTED
 
 
-def test_a_stream_of_an_unknown_codec_is_refused_and_the_other_is_read(tmp_path: Path) -> None:
+def test_only_the_stream_of_an_unknown_codec_is_refused(tmp_path: Path) -> None:
     path = make_file(tmp_path / "x.mp4", *moving(), *tones(2), H264, "-c:a", "aac")
     content = path.read_bytes()
-    at = content.index(b"avc1", content.index(b"stsd"))
-    path.write_bytes(content[:at] + b"zzzz" + content[at + 4 :])
+    offset = content.index(b"avc1", content.index(b"stsd"))
+    path.write_bytes(content[:offset] + b"zzzz" + content[offset + 4 :])
     assert refusal(Kind.VIDEO, path) == Reason.UNSUPPORTED
     assert_right_sound(path)
 
 
 @pytest.mark.parametrize("name", ["x.mp4", "x.wmv", "x.flv", "x.gif"])
-def test_a_video_that_is_cut_short_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_truncated_video_is_refused(name: str, tmp_path: Path) -> None:
     codecs = {"x.wmv": ("-c:v", "wmv2"), "x.gif": (), "x.flv": H264}
     whole = make_file(tmp_path / name, *moving(), codecs.get(name, MPEG4)).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) * 2 // 3])
@@ -449,7 +453,7 @@ def test_a_video_that_is_cut_short_is_refused(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "playlist", ["#EXTM3U\n#EXTINF:8,\n{}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile {}\n"]
 )
-def test_a_list_of_other_files_is_not_opened(playlist: str, tmp_path: Path) -> None:
+def test_a_playlist_is_not_opened(playlist: str, tmp_path: Path) -> None:
     make_file(tmp_path / "other.ts", *moving(), *tones(), H264, "-c:a", "aac")
     for lead in ("", "\n", "\ufeff"):
         (tmp_path / "x.mp4").write_text(lead + playlist.format("other.ts"))
@@ -457,7 +461,7 @@ def test_a_list_of_other_files_is_not_opened(playlist: str, tmp_path: Path) -> N
         assert refusal(Kind.AUDIO, tmp_path / "x.mp4") == Reason.UNSUPPORTED
 
 
-def test_a_sound_that_is_damaged_within_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_sound_is_refused(tmp_path: Path) -> None:
     path = make_file(tmp_path / "x.m4a", *tones(2, seconds=3.0), "-c:a", "aac")
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
@@ -467,13 +471,13 @@ def test_a_sound_that_is_damaged_within_is_refused(tmp_path: Path) -> None:
         load(Kind.AUDIO, path, RULES)
 
 
-def test_junk_around_a_stream_is_left_out(tmp_path: Path) -> None:
-    """Tags behind an MP3, and a stream that begins and ends within a packet."""
+def test_bytes_after_a_stream_are_ignored(tmp_path: Path) -> None:
+    """Tags after an MP3, and bytes that are not a packet after an AAC stream."""
     for name, codec, junk in (
         ("x.mp3", "libmp3lame", b"TAG" + bytes(125)),
         ("x.aac", "aac", b"\xff\xf1junk" * 9),
     ):
         path = make_file(tmp_path / name, *tones(2), "-c:a", codec, "-strict", "-2")
-        whole = read_sound(str(path), LIMITS).samples
+        samples = read_sound(str(path), LIMITS).samples
         path.write_bytes(path.read_bytes() + junk)
-        assert len(read_sound(str(path), LIMITS).samples) == pytest.approx(len(whole), abs=2048)
+        assert len(read_sound(str(path), LIMITS).samples) == pytest.approx(len(samples), abs=2048)

@@ -1,5 +1,4 @@
-"""Media as towers take them: the same numbers as the processors of transformers give for the same
-files."""
+"""Features of media: the same numbers as the processors of transformers compute for the files."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ from tests.helpers.media_files import PROCESSOR, encoded, model_files, picture, 
 install_transformers_hook()
 BUDGET = {"size": {"shortest_edge": 1024, "longest_edge": 16777216}}
 GREY = 2 / 255 / 0.5
-"""Two levels of grey, as patches have them."""
+"""Difference of two grey levels in patches."""
 
 
 def processors() -> Any:
-    """The processors of the families, of transformers."""
+    """Image processors of transformers: with Pillow, and with torchvision."""
     from transformers.models.qwen2_vl import (
         image_processing_pil_qwen2_vl,
         image_processing_qwen2_vl,
@@ -52,33 +51,33 @@ def processors() -> Any:
 
 
 @pytest.mark.parametrize("size", [(256, 256), (96, 352), (333, 517), (20, 900)], ids=str)
-def test_patches_of_an_image_are_those_of_its_processors(
+def test_patches_of_an_image_equal_those_of_transformers(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
     rules = Rules.from_model(model_files(tmp_path))
     medium = image.load(encoded(picture(*size)), rules)
     ours = features.patches(medium, rules)
     for processor in processors():
-        theirs = processor(images=[picture(*size)], return_tensors="np")
-        assert tuple(theirs["image_grid_thw"][0]) == medium.grid
-        # Resized, torchvision's bicubic filter rounds otherwise than Pillow's.
+        expected = processor(images=[picture(*size)], return_tensors="np")
+        assert tuple(expected["image_grid_thw"][0]) == medium.grid
+        # The bicubic filters of torchvision and Pillow round differently.
         is_same = "Pil" in type(processor).__name__ or medium.data.shape[:2] == size
-        assert np.abs(theirs["pixel_values"] - ours).max() <= (1.3e-7 if is_same else GREY)
+        assert np.abs(expected["pixel_values"] - ours).max() <= (1.3e-7 if is_same else GREY)
     assert len(ours) == math.prod(medium.grid) == 4 * rules.tokens(medium)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 3000))
-def test_sizes_of_images_are_those_of_the_processor(height: int, width: int) -> None:
+def test_sizes_of_images_equal_those_of_transformers(height: int, width: int) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     rules = Rules()
     if max(height, width) / min(height, width) <= 200:
-        found = smart_resize(height, width, 32, IMAGE_BUDGET.low, IMAGE_BUDGET.high)
-        assert rules.image_size((height, width)) == tuple(max(32, side) for side in found)
+        expected = smart_resize(height, width, 32, IMAGE_BUDGET.low, IMAGE_BUDGET.high)
+        assert rules.image_size((height, width)) == tuple(max(32, side) for side in expected)
     else:
-        squeezed = rules.image_size((height, width))
-        assert max(squeezed) / min(squeezed) < 250
+        reduced = rules.image_size((height, width))
+        assert max(reduced) / min(reduced) < 250
 
 
 @settings(max_examples=200, deadline=None)
@@ -88,59 +87,59 @@ def test_sizes_of_images_are_those_of_the_processor(height: int, width: int) -> 
     st.integers(32, 900),
     st.sampled_from([20_000, 2_000_000, 25165824]),
 )
-def test_sizes_of_frames_are_those_of_the_processor(
-    frames: int, height: int, width: int, most: int
+def test_sizes_of_frames_equal_those_of_transformers(
+    frames: int, height: int, width: int, max_pixels: int
 ) -> None:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-    rules = Rules(clip=Budget(4096, most))
+    rules = Rules(clip=Budget(4096, max_pixels))
     assert rules.frame_size((height, width), frames) == smart_resize(
-        frames, height, width, 2, 32, 4096, most
+        frames, height, width, 2, 32, 4096, max_pixels
     )
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 3000), st.sampled_from([10.0, 23.976, 24.0, 25.0, 29.97, 60.0]))
-def test_frames_and_time_stamps_are_those_of_the_processor(total: int, native: float) -> None:
+def test_frames_and_time_stamps_equal_those_of_transformers(total: int, native: float) -> None:
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     rules = Rules()
-    about = SimpleNamespace(total_num_frames=total, fps=native)
-    theirs = Qwen3VLVideoProcessor.sample_frames(
-        SimpleNamespace(fps=2, min_frames=4, max_frames=768), about
+    metadata = SimpleNamespace(total_num_frames=total, fps=native)
+    expected = Qwen3VLVideoProcessor.sample_frames(
+        SimpleNamespace(fps=2, min_frames=4, max_frames=768), metadata
     )
-    taken = rules.frames(total, native)
-    assert taken.tolist() == theirs.tolist()
-    stamps = Qwen3VLProcessor._calculate_timestamps(None, theirs.tolist(), native)
-    assert rules.times(taken, total, native) == pytest.approx(stamps, abs=1e-9)
+    frames = rules.frames(total, native)
+    assert frames.tolist() == expected.tolist()
+    stamps = Qwen3VLProcessor._calculate_timestamps(None, expected.tolist(), native)
+    assert rules.times(frames, total, native) == pytest.approx(stamps, abs=1e-9)
 
 
 @pytest.mark.parametrize("count", [4, 5], ids=["even", "odd"])
-def test_patches_of_a_video_are_those_of_its_processor(tmp_path: Path, count: int) -> None:
+def test_patches_of_a_video_equal_those_of_transformers(tmp_path: Path, count: int) -> None:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     rules = Rules.from_model(model_files(tmp_path))
     frames = np.stack([np.asarray(picture(64, 96, seed)) for seed in range(count)])
     medium = Medium(Kind.VIDEO, frames, rules.video_header(count, 2.0, (64, 96)).grid)
     processor = Qwen3VLVideoProcessor(size={"shortest_edge": 4096, "longest_edge": 25165824})
-    theirs = processor(videos=[frames], do_sample_frames=False, return_tensors="np")
-    assert tuple(theirs["video_grid_thw"][0]) == medium.grid
-    assert np.abs(theirs["pixel_values_videos"] - features.patches(medium, rules)).max() <= 1.3e-7
+    expected = processor(videos=[frames], do_sample_frames=False, return_tensors="np")
+    assert tuple(expected["video_grid_thw"][0]) == medium.grid
+    assert np.abs(expected["pixel_values_videos"] - features.patches(medium, rules)).max() <= 1.3e-7
 
 
-def heard(seconds: float, rules: Rules) -> Medium:
-    """A sound of ``seconds``."""
+def sound_of(seconds: float, rules: Rules) -> Medium:
+    """A sound of `seconds` seconds."""
     samples = np.rint(tone(seconds) * 32768).astype(np.int16)
     return Medium(Kind.AUDIO, samples, rules.audio_header(len(samples)).grid)
 
 
 def whisper(*media: Medium) -> tuple[np.ndarray, np.ndarray]:
-    """Features and their lengths of a padded batch, of transformers."""
+    """Features of a padded batch by transformers, and their lengths in frames."""
     from transformers import WhisperFeatureExtractor
 
     extractor = WhisperFeatureExtractor(feature_size=128)
-    found = extractor(
+    batch = extractor(
         [features.waveform(medium) for medium in media],
         sampling_rate=16000,
         padding=True,
@@ -148,20 +147,20 @@ def whisper(*media: Medium) -> tuple[np.ndarray, np.ndarray]:
         return_attention_mask=True,
         return_tensors="np",
     )
-    return found["input_features"], found["attention_mask"].sum(-1)
+    return batch["input_features"], batch["attention_mask"].sum(-1)
 
 
-def test_the_spectrogram_of_a_sound_is_that_of_its_extractor(tmp_path: Path) -> None:
+def test_spectrograms_equal_those_of_transformers(tmp_path: Path) -> None:
     rules = Rules.from_model(model_files(tmp_path, "qwen3_omni_moe"))
-    long, short = heard(3.0, rules), heard(0.7716, rules)
+    long, short = sound_of(3.0, rules), sound_of(0.7716, rules)
     for medium in (long, short):
-        theirs, lengths = whisper(medium)
+        expected, lengths = whisper(medium)
         ours = features.mel(medium, rules)
-        assert ours.shape == theirs[0].shape and ours.shape[1] == lengths[0]
-        assert np.abs(ours - theirs[0]).max() <= 1e-5
+        assert ours.shape == expected[0].shape and ours.shape[1] == lengths[0]
+        assert np.abs(ours - expected[0]).max() <= 1e-5
     batch, _ = whisper(long, short)
     ours = features.mel(short, rules)
-    # The two frames that reach beyond the end see the zeros of the batch.
+    # The windows of the last two frames contain padding zeros of the batch.
     inside = (short.data.size - rules.window // 2) // rules.hop
     assert np.abs(batch[1][:, :inside] - ours[:, :inside]).max() <= 1e-5
 
@@ -169,14 +168,13 @@ def test_the_spectrogram_of_a_sound_is_that_of_its_extractor(tmp_path: Path) -> 
 FILTERS = """
 import sys
 from relax_hpc.data.multimodal.features import mel_filters
-found = mel_filters(16000, 400, 128)
-print("librosa.filters" in sys.modules, hash(found.tobytes()))
+filters = mel_filters(16000, 400, 128)
+print("librosa.filters" in sys.modules, hash(filters.tobytes()))
 """
 
 
 def filters_of_processes(folder: Path, count: int) -> list[str]:
-    """What ``count`` processes, started at once, print of their filters: whether librosa was
-    imported, a hash."""
+    """Outputs of `count` concurrent processes: whether librosa was imported, and a filter hash."""
     environment = os.environ | {"RELAX_LOCAL_DIR": str(folder), "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-c", FILTERS]
     started = [
@@ -186,19 +184,17 @@ def filters_of_processes(folder: Path, count: int) -> list[str]:
     return [process.communicate(timeout=120)[0] for process in started]
 
 
-def test_filters_are_computed_once_a_node(tmp_path: Path) -> None:
-    first = filters_of_processes(tmp_path / "node", 3)
-    assert sorted(line.split()[0] for line in first) == ["False", "False", "True"]
-    assert len({line.split()[1] for line in first}) == 1
-    (kept,) = (tmp_path / "node/mel").glob("*.npy")
-    kept.write_bytes(kept.read_bytes()[:500])
-    (again,) = filters_of_processes(tmp_path / "node", 1)
-    assert again == next(line for line in first if line.startswith("True"))
+def test_filters_are_computed_once_per_node(tmp_path: Path) -> None:
+    outputs = filters_of_processes(tmp_path / "node", 3)
+    assert sorted(line.split()[0] for line in outputs) == ["False", "False", "True"]
+    assert len({line.split()[1] for line in outputs}) == 1
+    (cache_file,) = (tmp_path / "node/mel").glob("*.npy")
+    cache_file.write_bytes(cache_file.read_bytes()[:500])
+    (recomputed,) = filters_of_processes(tmp_path / "node", 1)
+    assert recomputed == next(line for line in outputs if line.startswith("True"))
 
 
-def test_filters_need_no_folder_of_the_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filters_need_no_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = features._compute_filters(16000, 400, 80)
     (tmp_path / "file").touch()
     monkeypatch.setenv("RELAX_LOCAL_DIR", str(tmp_path / "file"))
@@ -213,7 +209,7 @@ def test_filters_need_no_folder_of_the_node(
 
 
 @given(st.integers(1, 100_000))
-def test_tokens_of_a_sound_are_as_many_as_the_tower_gives(frames: int) -> None:
+def test_the_token_count_of_a_sound_equals_that_of_the_tower(frames: int) -> None:
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
         _get_feat_extract_output_lengths,
     )
@@ -244,20 +240,20 @@ PLACEHOLDERS = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
 
 
 def spans_of(ids: list[int], names: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Spans of the placeholders in ``ids``; the media of each kind in their order, one a run."""
+    """Spans of placeholders in `ids`. Each run of placeholders is the next medium of its kind."""
     order = {kind: iter(of_kind) for kind, of_kind in names.items()}
-    spans, at = [], 0
+    spans, position = [], 0
     for token, run in itertools.groupby(ids):
         length = len(list(run))
         if kind := PLACEHOLDERS.get(token):
             spans.append(
-                {"kind": kind, "start": at, "length": length, "media_id": next(order[kind])}
+                {"kind": kind, "start": position, "length": length, "media_id": next(order[kind])}
             )
-        at += length
+        position += length
     return spans
 
 
-def test_positions_of_images_and_of_stamped_videos_are_those_of_qwen3_vl() -> None:
+def test_positions_of_images_and_videos_equal_those_of_qwen3_vl() -> None:
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
     media = {
@@ -279,44 +275,46 @@ def test_positions_of_images_and_of_stamped_videos_are_those_of_qwen3_vl() -> No
         TEXT,
     ]
     tokens = torch.tensor([ids])
-    this = SimpleNamespace(
+    model = SimpleNamespace(
         config=CONFIG,
         get_vision_position_ids=Qwen3VLModel.get_vision_position_ids.__get__(object()),
     )
-    theirs, _ = Qwen3VLModel.get_rope_index(
-        this,
+    expected, _ = Qwen3VLModel.get_rope_index(
+        model,
         tokens,
         tokens * (tokens < 3),
         torch.tensor([[1, 4, 12], [1, 8, 4]]),
         torch.tensor([[3, 4, 6]]),
     )
     spans = spans_of(ids, {"image": ["wide", "high"], "video": ["clip"] * 3})
-    assert np.array_equal(positions(len(ids), spans, media, Rules()), theirs[:, 0].numpy())
+    assert np.array_equal(positions(len(ids), spans, media, Rules()), expected[:, 0].numpy())
 
 
-def omni_positions(ids: list[int], apart: float, with_sound: bool) -> np.ndarray:
-    """Positions of transformers for the media of the test below, ``apart`` seconds between temporal
-    patches."""
+def omni_positions(ids: list[int], seconds_apart: float, with_sound: bool) -> np.ndarray:
+    """Positions of transformers for the media of the tests below.
+
+    `seconds_apart` is the time between temporal patches.
+    """
     from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
 
     base = omni.Qwen3OmniMoePreTrainedModelForConditionalGeneration
-    this = SimpleNamespace(config=CONFIG, spatial_merge_size=2)
-    this.get_llm_pos_ids_for_vision = base.get_llm_pos_ids_for_vision.__get__(this)
+    model = SimpleNamespace(config=CONFIG, spatial_merge_size=2)
+    model.get_llm_pos_ids_for_vision = base.get_llm_pos_ids_for_vision.__get__(model)
     tokens = torch.tensor([ids])
-    found, _ = base.get_rope_index(
-        this,
+    rope_positions, _ = base.get_rope_index(
+        model,
         tokens,
         torch.tensor([[1, 6, 8]]),
         torch.tensor([[3, 4, 6]]),
         torch.ones_like(tokens),
         with_sound,
         torch.tensor([250] if with_sound else [250, 90]),
-        torch.tensor([apart]),
+        torch.tensor([seconds_apart]),
     )
-    return found[:, 0].numpy()
+    return rope_positions[:, 0].numpy()
 
 
-def test_positions_of_all_kinds_are_those_of_qwen3_omni(tmp_path: Path) -> None:
+def test_positions_of_all_kinds_equal_those_of_qwen3_omni(tmp_path: Path) -> None:
     rules = Rules.from_model(model_files(tmp_path, "qwen3_omni_moe"))
     media = {
         "picture": Header(Kind.IMAGE, (1, 6, 8)),
@@ -344,12 +342,14 @@ def test_positions_of_all_kinds_are_those_of_qwen3_omni(tmp_path: Path) -> None:
     assert np.array_equal(positions(len(ids), spans, media, rules), omni_positions(ids, 1.0, False))
 
 
-def test_a_video_with_its_sound_is_laid_out_as_by_qwen3_omni(tmp_path: Path) -> None:
+def test_positions_of_a_video_with_sound_equal_those_of_qwen3_omni(tmp_path: Path) -> None:
     rules = Rules.from_model(model_files(tmp_path, "qwen3_omni_moe"))
-    for apart in (1.0, 2.0):
+    for seconds_apart in (1.0, 2.0):
         media = {
             "picture": Header(Kind.IMAGE, (1, 6, 8)),
-            "video": Header(Kind.VIDEO, (3, 4, 6), tuple(apart * number for number in range(3))),
+            "video": Header(
+                Kind.VIDEO, (3, 4, 6), tuple(seconds_apart * number for number in range(3))
+            ),
             "audio": Header(Kind.AUDIO, (1, 1, 250)),
         }
         ids = [TEXT, VISION_START, *[IMAGE] * 12, VISION_END, TEXT, VISION_START, AUDIO_START]
@@ -359,11 +359,11 @@ def test_a_video_with_its_sound_is_laid_out_as_by_qwen3_omni(tmp_path: Path) -> 
             ids += [VIDEO if kind is Kind.VIDEO else AUDIO] * count
         ids += [AUDIO_END, VISION_END, TEXT]
         assert np.array_equal(
-            positions(len(ids), spans, media, rules), omni_positions(ids, apart, True)
+            positions(len(ids), spans, media, rules), omni_positions(ids, seconds_apart, True)
         )
 
 
-def test_a_medium_that_is_not_there_or_has_other_tokens_is_refused() -> None:
+def test_a_missing_medium_or_another_token_count_is_refused() -> None:
     media = {"one": Header(Kind.IMAGE, (1, 4, 4))}
     span = {"kind": "image", "start": 0, "length": 4, "media_id": "one"}
     assert positions(4, [span], media, Rules())[1].tolist() == [0, 0, 1, 1]
@@ -372,14 +372,14 @@ def test_a_medium_that_is_not_there_or_has_other_tokens_is_refused() -> None:
             positions(8, [span | wrong], media, Rules())
 
 
-def test_an_image_that_comes_twice_is_placed_twice() -> None:
+def test_an_image_that_occurs_twice_has_positions_twice() -> None:
     media = {"one": Header(Kind.IMAGE, (1, 4, 4))}
     spans = [{"kind": "image", "start": start, "length": 4, "media_id": "one"} for start in (0, 5)]
-    found = positions(9, spans, media, Rules())
-    assert np.array_equal(found[:, 5:], found[:, :4] + 3)
+    placed = positions(9, spans, media, Rules())
+    assert np.array_equal(placed[:, 5:], placed[:, :4] + 3)
 
 
-def test_transparent_sixteen_bit_and_turned_images_are_what_a_viewer_shows() -> None:
+def test_transparent_16_bit_and_rotated_images_have_the_pixels_of_a_viewer() -> None:
     rules = Rules(image=Budget(1024, 1 << 20))
     clear = Image.new("RGBA", (64, 32), (255, 0, 0, 0))
     assert (image.load(encoded(clear), rules).data == 255).all()

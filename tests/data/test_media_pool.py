@@ -1,5 +1,4 @@
-"""Workers that decode media: what they give is what decoding here gives, and what ends them costs
-one file."""
+"""Workers that decode media: the same results as in this process, and faults that fail one file."""
 
 from __future__ import annotations
 
@@ -39,19 +38,21 @@ def with_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     have_own_pillow(tmp_path, monkeypatch)
 
     def run(work: Callable[[MediaPool], Coroutine[Any, Any, Any]], **limits: float) -> Any:
-        async def whole() -> Any:
+        async def run_with_pool() -> Any:
             pool = MediaPool(RULES, Limits(**limits), 1)
             try:
                 return await work(pool)
             finally:
                 await pool.close()
 
-        return asyncio.run(whole())
+        return asyncio.run(run_with_pool())
 
     return run
 
 
-def test_a_worker_gives_what_is_decoded_here(with_pool: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_worker_decodes_the_same_as_this_process(
+    with_pool: Callable[..., Any], tmp_path: Path
+) -> None:
     movie = avi(clip(20, 64, 96))
     (tmp_path / "file.png").write_bytes(PNG)
 
@@ -61,30 +62,31 @@ def test_a_worker_gives_what_is_decoded_here(with_pool: Callable[..., Any], tmp_
             (Kind.VIDEO, movie),
             (Kind.IMAGE, PNG),
         ):
-            here, there = load(kind, source, RULES), await pool.load(kind, source)
-            assert bytes(there.blob) == here.to_bytes() and there.media_id == hash_content(
-                here.to_bytes()
+            expected, loaded = load(kind, source, RULES), await pool.load(kind, source)
+            assert bytes(loaded.blob) == expected.to_bytes() and loaded.media_id == hash_content(
+                expected.to_bytes()
             )
-            assert there.header == here.header == await pool.header(kind, source)
-            assert np.array_equal(there.medium.data, here.data)
+            assert loaded.header == expected.header == await pool.header(kind, source)
+            assert np.array_equal(loaded.medium.data, expected.data)
         with pytest.raises(UnusableMedium, match=r"missing_file.*gone"):
             await pool.load(Kind.IMAGE, tmp_path / "gone.png")
 
     with_pool(work)
 
 
-def test_a_file_that_hangs_kills_or_swells_its_worker_is_bad_alone(
+def test_a_file_that_breaks_its_worker_fails_only_itself(
     with_pool: Callable[..., Any],
 ) -> None:
     async def work(pool: MediaPool) -> list[str]:
         files = [
             encoded(picture(32, width)) for width in (HANGS, 32, CRASHES, 32, SWELLS, KILLED_TWICE)
         ]
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(pool.load(Kind.IMAGE, file) for file in files), return_exceptions=True
         )
         return [
-            one.reason if isinstance(one, UnusableMedium) else type(one).__name__ for one in found
+            result.reason if isinstance(result, UnusableMedium) else type(result).__name__
+            for result in results
         ]
 
     reasons = with_pool(work, time_s=8.0, memory_mb=512)

@@ -1,5 +1,4 @@
-"""Media between file and batch: stored once a prompt group, named by its rows, read as towers take
-them, shown."""
+"""Media between file and batch: storage by prompt group, spans of rows, features and thumbnails."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ PROMPT = Prompt("p", (1, START, *[IMAGE] * 4, END, 5), "<image>?", "a", media=(M
 
 
 @dataclass
-class Stored:
-    """A rollout's media, and what it has told the queue."""
+class RolloutMedia:
+    """Media of a rollout, its store, and the media ids that it registered with the queue."""
 
     media: PromptMedia
     store: MediaStore
@@ -65,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stored(model: Path, tmp_path: Path) -> Iterator[Stored]:
+def stored(model: Path, tmp_path: Path) -> Iterator[RolloutMedia]:
     named: list[tuple[int, list[str]]] = []
 
     def register_media(ticket: int, ids: list[str]) -> Future[bool]:
@@ -80,7 +79,7 @@ def stored(model: Path, tmp_path: Path) -> Iterator[Stored]:
     )
     with asyncio.Runner() as runner:
         media = PromptMedia(client, model, tmp_path / "evaluations")
-        yield Stored(media, store, named, tmp_path, runner)
+        yield RolloutMedia(media, store, named, tmp_path, runner)
         runner.run(media.close())
 
 
@@ -89,7 +88,7 @@ def answer(*tokens: int) -> Generation:
     return Generation([*tokens], [-1.0] * len(tokens), versions, "stop")
 
 
-def test_a_medium_is_stored_once_for_all_rows_of_its_prompt_group(stored: Stored) -> None:
+def test_a_medium_is_stored_once_for_all_rows_of_its_prompt_group(stored: RolloutMedia) -> None:
     prompt = stored.store_prompt_for_ticket(PROMPT)
     (media_id,) = stored.store.sizes()
     assert stored.named == [(7, [media_id])]
@@ -101,9 +100,7 @@ def test_a_medium_is_stored_once_for_all_rows_of_its_prompt_group(stored: Stored
     assert len({medium.blob for medium in stored.store_prompt_for_ticket(twice, 8).media}) == 1
 
 
-def test_an_engine_finds_media_of_a_ticket_that_is_another_s_by_now(
-    stored: Stored, monkeypatch: Any
-) -> None:
+def test_media_of_a_reassigned_ticket_are_stored(stored: RolloutMedia, monkeypatch: Any) -> None:
     refused: Future[bool] = Future()
     refused.set_result(False)
     monkeypatch.setattr(stored.media._client.tickets, "register_media", lambda *_: refused)
@@ -111,16 +108,16 @@ def test_an_engine_finds_media_of_a_ticket_that_is_another_s_by_now(
     assert medium.blob and medium.blob.exists()
 
 
-def test_rows_of_an_episode_have_media_where_they_begin_with_the_prompt(stored: Stored) -> None:
+def test_only_rows_that_begin_with_the_prompt_have_its_media(stored: RolloutMedia) -> None:
     prompt = stored.store_prompt_for_ticket(PROMPT)
-    made = Episode(
+    episode = Episode(
         [EpisodeRow((*prompt.token_ids, 6, 6), answer(9)), EpisodeRow((1, 5, 5), answer(9))]
     )
-    whole_one, compacted = rows_of(prompt, 7, {0: made})
-    assert len(whole_one["spans"]) == 1 and compacted["spans"] == []
+    with_prompt, compacted = rows_of(prompt, 7, {0: episode})
+    assert len(with_prompt["spans"]) == 1 and compacted["spans"] == []
 
 
-def test_evaluations_have_a_store_of_their_own(stored: Stored) -> None:
+def test_evaluations_have_a_separate_store(stored: RolloutMedia) -> None:
     prompt = stored.store_prompt_for_evaluation(PROMPT)
     assert not stored.named and not stored.store.sizes()
     assert prompt.media[0].blob and prompt.media[0].blob.parent == stored.folder / "evaluations"
@@ -128,25 +125,25 @@ def test_evaluations_have_a_store_of_their_own(stored: Stored) -> None:
     assert stored.store_prompt_for_evaluation(text) is text
 
 
-def test_what_is_of_no_use_is_said_by_its_reason(stored: Stored) -> None:
-    def told(medium: PromptMedium) -> str:
+def test_unusable_media_have_a_reason(stored: RolloutMedia) -> None:
+    def reason_of(medium: PromptMedium) -> str:
         with pytest.raises((UnusableMedium, MediaMismatch)) as raised:
             stored.store_prompt_for_ticket(replace(PROMPT, media=(medium,)))
         return raised.value.reason
 
-    assert told(replace(MEDIUM, source=png()[:200])) in ("truncated", "corrupted")
-    assert told(replace(MEDIUM, source=Path("/nowhere.png"))) == "missing_file"
-    # Another file by the time it is decoded.
-    assert told(replace(MEDIUM, source=png(96, 96))) == "media_mismatch"
-    gone = Prompt("p", (), "", "", media_error=UnusableMedium(Reason.MISSING, "a.png"))
+    assert reason_of(replace(MEDIUM, source=png()[:200])) in ("truncated", "corrupted")
+    assert reason_of(replace(MEDIUM, source=Path("/nowhere.png"))) == "missing_file"
+    # The file has changed between the index and decoding.
+    assert reason_of(replace(MEDIUM, source=png(96, 96))) == "media_mismatch"
+    missing = Prompt("p", (), "", "", media_error=UnusableMedium(Reason.MISSING, "a.png"))
     with pytest.raises(UnusableMedium, match="missing_file"):
-        stored.store_prompt_for_ticket(gone)
+        stored.store_prompt_for_ticket(missing)
     stored.media._client.config.queue.max_medium_bytes = 100
-    assert told(MEDIUM) == "media_too_large"
+    assert reason_of(MEDIUM) == "media_too_large"
     assert not stored.named and not stored.store.sizes()
 
 
-def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stored) -> None:
+def test_expected_media_are_decoded_ahead(stored: RolloutMedia) -> None:
     prompts = []
     for number in range(3):
         (stored.folder / f"{number}.png").write_bytes(png(seed=number))
@@ -155,53 +152,56 @@ def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stor
         )
     ahead, size = stored.media._ahead, 64 * 64 * 3
 
-    async def expect(*numbers: int, most: int = 1_000_000) -> None:
-        ahead.max_bytes = most
+    async def expect(*numbers: int, max_bytes: int = 1_000_000) -> None:
+        ahead.max_bytes = max_bytes
         stored.media.expect(prompts[number] for number in numbers)
         async with asyncio.timeout(60):
-            while ahead.bytes < min(len(numbers) * size, most) or ahead._working:
+            while ahead.bytes < min(len(numbers) * size, max_bytes) or ahead._working:
                 await asyncio.wait(ahead._working)
 
     stored.runner.run(expect(0, 1))
-    # Nobody has named them yet: they lie there for as long as a ticket may need to come.
+    # No ticket has registered the media yet. They stay in the store as
+    # long as a ticket may still arrive.
     assert len(stored.store.sizes()) == 2 and not stored.named
     for path in stored.folder.glob("*.png"):
         path.unlink()
     assert stored.store_prompt_for_ticket(prompts[1]).media[0].blob
     assert len(stored.named) == 1
-    # It is gone with who has taken it, and what is bad is so for who wants it.
+    # A prompt that was taken is no longer held, and an unusable medium fails its own prompt.
     for number in (1, 2):
-        stored.runner.run(expect(0, most=1))
+        stored.runner.run(expect(0, max_bytes=1))
         stored.media.expect([prompts[number]])
         with pytest.raises(UnusableMedium, match="missing_file"):
             stored.store_prompt_for_ticket(prompts[number])
     assert stored.store_prompt_for_ticket(prompts[0]).media[0].blob
 
-    async def give_up() -> None:
+    async def withdraw() -> None:
         for expected in ([PROMPT, prompts[0]], [], []):
             stored.media.expect(expected)
 
-    stored.runner.run(give_up())
+    stored.runner.run(withdraw())
     assert not ahead.bytes and not ahead._started
 
 
-def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
+def test_the_reader_returns_features_and_positions_for_the_tower(
+    stored: RolloutMedia, model: Path
+) -> None:
     prompt = stored.store_prompt_for_ticket(PROMPT)
     (row,) = rows_of(prompt, 7, {0: answer(9, 2)})
     reader = MediaReader(lambda: stored.store, model)
-    found = reader.read([row, row, {"token_ids": [1], "spans": []}])
-    assert found
-    ((media_id, one),) = found.inputs.items()
-    assert one.tokens == 4 and one.grid == (1, 4, 4)
+    batch = reader.read([row, row, {"token_ids": [1], "spans": []}])
+    assert batch
+    ((media_id, medium_input),) = batch.inputs.items()
+    assert medium_input.tokens == 4 and medium_input.grid == (1, 4, 4)
     medium = Medium.from_bytes(stored.store.read(media_id))
-    assert (one.values == raw_features(medium, Rules.from_model(model))).all()
+    assert (medium_input.values == raw_features(medium, Rules.from_model(model))).all()
     heights, widths = [2, 2, 3, 3], [2, 3, 2, 3]
-    expected = [[0, 1, *place, 4, 5, 6, 7] for place in ([2] * 4, heights, widths)]
-    assert found.positions(row).tolist() == expected
+    expected = [[0, 1, *axis, 4, 5, 6, 7] for axis in ([2] * 4, heights, widths)]
+    assert batch.positions(row).tolist() == expected
     assert reader.read([{"token_ids": [1], "spans": []}]) is None
 
 
-def test_people_see_small_pictures_of_what_a_sample_is_about(stored: Stored, model: Path) -> None:
+def test_samples_show_thumbnails_of_their_media(stored: RolloutMedia, model: Path) -> None:
     prompt = stored.store_prompt_for_ticket(PROMPT)
     kept: list[Any] = []
     log: Any = SimpleNamespace(keep=lambda samples, step=None: kept.extend(samples))
@@ -217,25 +217,22 @@ def test_people_see_small_pictures_of_what_a_sample_is_about(stored: Stored, mod
     assert "image    64 x 64" in list(lines(sample | {"fate": "trained"}, 80, lambda text, _: text))
     text = render_page({"run": "r", "left_out": ""}, [sample])
     assert medium["picture"] in text and "img-src data:" in text
-    # A run directory is its user's: what is no medium is left out.
+    # A user can edit files of a run directory, so values that are not media are left out.
     assert "media" not in next(valid_samples([sample | {"media": ["x", {"kind": 1}]}]))
 
 
-def test_a_long_video_and_a_sound_have_a_line_too() -> None:
+def test_thumbnails_of_videos_and_sounds() -> None:
     video = Medium(Kind.VIDEO, np.zeros((5, 32, 400, 3), np.uint8), (3, 2, 25), (0.0, 1.0, 2.0))
-    shown = thumbnail(video)
-    picture = Image.open(io.BytesIO(base64.b64decode(shown["picture"].partition(",")[2])))
-    assert shown["about"] == "400 x 32, 5 frames" and max(picture.size) <= 96
+    summary = thumbnail(video)
+    picture = Image.open(io.BytesIO(base64.b64decode(summary["picture"].partition(",")[2])))
+    assert summary["about"] == "400 x 32, 5 frames" and max(picture.size) <= 96
     beep = np.zeros(9600, np.int16)
     beep[:4800:2] = 16384
-    shown = thumbnail(Medium(Kind.AUDIO, beep, (1, 1, 60)))
+    summary = thumbnail(Medium(Kind.AUDIO, beep, (1, 1, 60)))
     picture = np.asarray(
-        Image.open(io.BytesIO(base64.b64decode(shown["picture"].partition(",")[2]))).convert("L")
+        Image.open(io.BytesIO(base64.b64decode(summary["picture"].partition(",")[2]))).convert("L")
     )
     dark = (picture < 128).mean(0)
-    # Half as loud as can be, and silence.
-    assert (
-        shown["about"] == "9600 samples"
-        and dark[:44] == pytest.approx(0.5, abs=0.1)
-        and (dark[52:] < 0.1).all()
-    )
+    assert summary["about"] == "9600 samples"
+    # The first half has half of the maximum amplitude, and the second half is silent.
+    assert dark[:44] == pytest.approx(0.5, abs=0.1) and (dark[52:] < 0.1).all()

@@ -1,5 +1,4 @@
-"""Options of media in message parts mean what qwen-vl-utils makes of them; unknown ones are refused
-by name."""
+"""Options of media in content parts mean the same as in qwen-vl-utils; unknown ones are refused."""
 
 from __future__ import annotations
 
@@ -42,12 +41,12 @@ SIDE = st.integers(1, 3000)
 
 
 @functools.cache
-def their_module() -> Any:
+def vision_process() -> Any:
     """`qwen_vl_utils.vision_process`. The torchvision of PyPI does not load with a CPU build of
     torch; these tests use no function that needs it."""
     requires("qwen_vl_utils")
     names = ("torchvision", "torchvision.io", "torchvision.transforms")
-    before = {name: sys.modules.get(name) for name in names}
+    modules_before = {name: sys.modules.get(name) for name in names}
     for name in names:
         sys.modules[name] = ModuleType(name)
     sys.modules["torchvision"].io = sys.modules["torchvision.io"]  # type: ignore[attr-defined]
@@ -56,50 +55,54 @@ def their_module() -> Any:
     try:
         return importlib.import_module("qwen_vl_utils.vision_process")
     finally:
-        for name, module in before.items():
+        for name, module in modules_before.items():
             del sys.modules[name]
             if module is not None:
                 sys.modules[name] = module
 
 
-def chosen(**options: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Some of ``options``."""
+def some_options(**options: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Dictionaries with some of `options`."""
     return st.fixed_dictionaries({}, optional=options)
 
 
 @settings(max_examples=effort(200, 5000), deadline=None)
 @given(
     size=st.tuples(SIDE, SIDE),
-    part=chosen(min_pixels=PIXELS, max_pixels=PIXELS, resized_height=SIDE, resized_width=SIDE),
+    options=some_options(
+        min_pixels=PIXELS, max_pixels=PIXELS, resized_height=SIDE, resized_width=SIDE
+    ),
 )
-def test_an_image_has_the_size_that_qwen_vl_utils_gives_it(
-    size: tuple[int, int], part: dict[str, Any]
+def test_sizes_of_images_equal_those_of_qwen_vl_utils(
+    size: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    assume(part and ("resized_height" in part) == ("resized_width" in part))
+    assume(options and ("resized_height" in options) == ("resized_width" in options))
     height, width = size
-    # Such a picture is refused there, and squeezed here, as without options.
+    # qwen-vl-utils refuses such an image. relax_hpc reduces its longer side.
     assume(max(size) <= 200 * min(size))
-    low, high = part.get("min_pixels", 4 * 1024), part.get("max_pixels", 16384 * 1024)
+    low, high = options.get("min_pixels", 4 * 1024), options.get("max_pixels", 16384 * 1024)
     assume(low <= high)
-    rules = with_options(RULES, MediumOptions.from_mapping(Kind.IMAGE, part))
-    if "resized_height" in part:
-        sides = part["resized_height"], part["resized_width"]
+    rules = with_options(RULES, MediumOptions.from_mapping(Kind.IMAGE, options))
+    if "resized_height" in options:
+        sides = options["resized_height"], options["resized_width"]
         assume(max(sides) <= 200 * min(sides))
     picture = Image.new("1", (width, height)).convert("L")
     try:
-        theirs = their_module().fetch_image({"image": picture, **part}, image_patch_size=PATCH)
+        expected = vision_process().fetch_image(
+            {"image": picture, **options}, image_patch_size=PATCH
+        )
     except ValueError:
-        # Theirs has no pixels along one side; ours has a token.
+        # In qwen-vl-utils one side is 0. In relax_hpc it has the size of a token.
         assert 32 in rules.image_size(size)
         return
-    assert rules.image_size(size) == (theirs.height, theirs.width)
+    assert rules.image_size(size) == (expected.height, expected.width)
 
 
 @settings(max_examples=effort(200, 5000), deadline=None)
 @given(
     total=st.integers(2, 4000),
     native_fps=st.sampled_from([5.0, 23.976, 25.0, 29.97, 60.0]),
-    part=chosen(
+    options=some_options(
         fps=st.sampled_from([0.5, 1, 2.0, 7.5]),
         nframes=st.integers(1, 64),
         min_frames=st.integers(1, 16),
@@ -108,23 +111,25 @@ def test_an_image_has_the_size_that_qwen_vl_utils_gives_it(
         video_end=st.floats(0.01, 100).map(lambda s: round(s, 2)),
     ),
 )
-def test_a_video_has_the_frames_that_qwen_vl_utils_takes(
-    total: int, native_fps: float, part: dict[str, Any]
+def test_frames_of_a_video_equal_those_of_qwen_vl_utils(
+    total: int, native_fps: float, options: dict[str, Any]
 ) -> None:
     import torch
 
-    assume(part and not ("fps" in part and "nframes" in part))
-    rules = with_options(RULES, MediumOptions.from_mapping(Kind.VIDEO, part))
+    assume(options and not ("fps" in options and "nframes" in options))
+    rules = with_options(RULES, MediumOptions.from_mapping(Kind.VIDEO, options))
     try:
-        first, last, count = their_module().calculate_video_frame_range(part, total, native_fps)
-        frames = their_module().smart_nframes(part, count, native_fps)
+        first, last, count = vision_process().calculate_video_frame_range(
+            options, total, native_fps
+        )
+        frames = vision_process().smart_nframes(options, count, native_fps)
     except ValueError:
         with pytest.raises(UnusableMedium, match="bad_option"):
             rules.frames(total, native_fps)
         return
-    theirs = torch.linspace(first, last, frames).round().long().tolist()
-    # Their numbers are of float32, ours of float64: halves may be rounded to another side.
-    assert np.abs(rules.frames(total, native_fps) - np.array(theirs)).max() <= 1
+    expected = torch.linspace(first, last, frames).round().long().tolist()
+    # qwen-vl-utils computes in float32 and relax_hpc in float64, so halves can round differently.
+    assert np.abs(rules.frames(total, native_fps) - np.array(expected)).max() <= 1
     assert len(rules.frames(total, native_fps)) == frames
 
 
@@ -132,50 +137,50 @@ def test_a_video_has_the_frames_that_qwen_vl_utils_takes(
 @given(
     size=st.tuples(st.integers(32, 1200), st.integers(32, 1200)),
     frames=st.integers(2, 64).map(lambda half: 2 * half),
-    part=chosen(min_pixels=PIXELS, max_pixels=PIXELS, total_pixels=st.integers(1 << 18, 1 << 26)),
+    options=some_options(
+        min_pixels=PIXELS, max_pixels=PIXELS, total_pixels=st.integers(1 << 18, 1 << 26)
+    ),
 )
-def test_frames_have_the_size_that_qwen_vl_utils_gives_them(
-    size: tuple[int, int], frames: int, part: dict[str, Any]
+def test_sizes_of_frames_equal_those_of_qwen_vl_utils(
+    size: tuple[int, int], frames: int, options: dict[str, Any]
 ) -> None:
-    assume(part)
+    assume(options)
     token = 32 * 32
-    low = part.get("min_pixels", 128 * token)
+    low = options.get("min_pixels", 128 * token)
     high = max(
-        min(768 * token, part.get("total_pixels", 128000 * token * 0.9) / frames * 2),
+        min(768 * token, options.get("total_pixels", 128000 * token * 0.9) / frames * 2),
         int(low * 1.05),
     )
-    high = min(part.get("max_pixels", high), high)
+    high = min(options.get("max_pixels", high), high)
     assume(low <= high and max(size) <= 200 * min(size))
-    rules = with_options(RULES, MediumOptions.from_mapping(Kind.VIDEO, part))
-    theirs = their_module().smart_resize(*size, 32, low, high)
-    # Where theirs has no pixels along one side, ours has a token.
-    assert rules.frame_size(size, frames) == (max(32, theirs[0]), max(32, theirs[1]))
+    rules = with_options(RULES, MediumOptions.from_mapping(Kind.VIDEO, options))
+    expected = vision_process().smart_resize(*size, 32, low, high)
+    # If one side is 0 in qwen-vl-utils, it has the size of a token in relax_hpc.
+    assert rules.frame_size(size, frames) == (max(32, expected[0]), max(32, expected[1]))
 
 
-def test_the_times_of_a_part_of_a_video_are_those_of_the_whole() -> None:
+def test_times_of_a_clip_are_relative_to_the_whole_video() -> None:
     rules = with_options(RULES, MediumOptions(video_start=2.0, video_end=4.0, nframes=4))
-    taken = rules.frames(100, 10.0)
-    assert taken.tolist() == [20, 27, 33, 40]
-    assert rules.times(taken, 100, 10.0) == pytest.approx((2.35, 3.65))
+    frames = rules.frames(100, 10.0)
+    assert frames.tolist() == [20, 27, 33, 40]
+    assert rules.times(frames, 100, 10.0) == pytest.approx((2.35, 3.65))
 
 
 @pytest.mark.parametrize(
-    "part", [{}, {"video_start": 0.48}, {"video_start": 0.5, "video_end": 1.2, "nframes": 6}]
+    "options", [{}, {"video_start": 0.48}, {"video_start": 0.5, "video_end": 1.2, "nframes": 6}]
 )
-def test_the_frames_of_a_real_file_are_those_that_the_options_name(
-    part: dict[str, Any], tmp_path: Path
-) -> None:
-    """Also where none of them is the first of the file."""
+def test_frames_of_a_file_follow_the_options(options: dict[str, Any], tmp_path: Path) -> None:
+    """This holds too if the first frame of the file is not used."""
     requires("ffmpeg")
     path = make_file(tmp_path / "v.mp4", moving("128x96", "25", 48), H264)
-    size = {"resized_height": 96, "resized_width": 128}
-    rules = with_options(RULES, MediumOptions.from_mapping(Kind.VIDEO, {**size, **part}))
+    resized = {"resized_height": 96, "resized_width": 128}
+    rules = with_options(RULES, MediumOptions.from_mapping(Kind.VIDEO, {**resized, **options}))
     expected = np.stack(decoded_frames(path))[rules.frames(48, 25.0)]
     video = load(Kind.VIDEO, path, rules)
     assert header(Kind.VIDEO, path, rules).grid == video.grid
     assert video.data.shape == expected.shape
     assert np.abs(video.data.astype(int) - expected).mean(axis=(1, 2, 3)).max() < 1
-    assert bool((rules.frames(48, 25.0) == 0).any()) != bool("video_start" in part)
+    assert bool((rules.frames(48, 25.0) == 0).any()) != bool("video_start" in options)
 
 
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()
@@ -183,7 +188,7 @@ RAW = base64.b64encode(png()).decode()
 
 
 @pytest.mark.parametrize(
-    ("part", "value"),
+    ("content_part", "value"),
     [
         ({"type": "image", "image": "p.png"}, "p.png"),
         ({"type": "image", "url": "p.png"}, "p.png"),
@@ -206,17 +211,17 @@ RAW = base64.b64encode(png()).decode()
         ({"type": "image"}, None),
     ],
 )
-def test_an_image_is_found_wherever_a_part_names_it(part: dict[str, Any], value: Any) -> None:
-    assert reference_in(Kind.IMAGE, part) == MediumReference(value)
+def test_every_form_of_an_image_part_is_read(content_part: dict[str, Any], value: Any) -> None:
+    assert reference_in(Kind.IMAGE, content_part) == MediumReference(value)
 
 
-def test_a_sound_is_found_in_openais_form() -> None:
-    part = {"type": "input_audio", "input_audio": {"data": RAW, "format": "wav"}}
-    assert reference_in(Kind.AUDIO, part) == MediumReference(f"data:;base64,{RAW}")
+def test_the_openai_form_of_a_sound_part_is_read() -> None:
+    content_part = {"type": "input_audio", "input_audio": {"data": RAW, "format": "wav"}}
+    assert reference_in(Kind.AUDIO, content_part) == MediumReference(f"data:;base64,{RAW}")
 
 
 @pytest.mark.parametrize(
-    ("kind", "part", "says"),
+    ("kind", "content_part", "expected"),
     [
         (Kind.IMAGE, {"image": "p.png", "fps": 2}, "image: found 'fps', allowed: min_pixels"),
         (
@@ -254,40 +259,49 @@ def test_a_sound_is_found_in_openais_form() -> None:
         ),
     ],
 )
-def test_what_would_be_ignored_of_a_part_is_refused_by_name(
-    kind: Kind, part: dict[str, Any], says: str
+def test_unknown_or_wrong_options_of_a_part_are_refused(
+    kind: Kind, content_part: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(UnusableMedium) as caught:
-        reference_in(kind, part)
-    assert says in str(caught.value)
+        reference_in(kind, content_part)
+    assert expected in str(caught.value)
 
 
-def test_a_prompt_has_as_many_tokens_as_the_options_of_its_images_leave(tmp_path: Path) -> None:
+def test_options_of_images_determine_the_tokens_of_a_prompt(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "m", TinyModelConfig(vision_layers=2, chat=True), 0)
     (tmp_path / "big.png").write_bytes(png(512, 512))
     tokenizer = load_tokenizer(tmp_path / "m")
     rules = PromptRules.from_config(
         DataConfig(chat_template="model", max_prompt_tokens=4096), tokenizer, tmp_path
     )
-    parts = [
+    content_parts = [
         {"type": "image", "image": "big.png"},
         {"type": "image", "image": "big.png", "max_pixels": 16384},
         {"type": "image", "image": "big.png", "resized_height": 64, "resized_width": 128},
         {"type": "image", "image": "big.png", "colour": "grey"},
     ]
     with rules.rendering():
-        made = [
+        results = [
             rules.parse_row(
                 1,
-                {"id": "1", "messages": [{"role": "user", "content": [part]}], "answer": "1"},
+                {
+                    "id": "1",
+                    "messages": [{"role": "user", "content": [content_part]}],
+                    "answer": "1",
+                },
                 tokenizer,
             )
-            for part in parts
+            for content_part in content_parts
         ]
     assert [
-        sum(medium.tokens for medium in one.media) for one in made if isinstance(one, Prompt)
+        sum(medium.tokens for medium in prompt.media)
+        for prompt in results
+        if isinstance(prompt, Prompt)
     ] == [256, 16, 8]
-    assert isinstance(made[3], BadLine) and (made[3].reason, "'colour'" in made[3].detail) == (
+    assert isinstance(results[3], BadLine) and (
+        results[3].reason,
+        "'colour'" in results[3].detail,
+    ) == (
         "bad_option",
         True,
     )

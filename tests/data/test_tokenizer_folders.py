@@ -31,7 +31,7 @@ from tests.requirements import requires
 
 requires("torch", "transformers")
 
-MESSAGES = [{"role": "system", "content": "add"}, {"role": "user", "content": "what is 3+4?"}]
+MESSAGES = [{"role": "system", "content": "add"}, {"role": "user", "content": "add 3+4"}]
 TOOL = {
     "type": "function",
     "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
@@ -52,8 +52,8 @@ JSON = dict[str, Any]
 Change = Callable[[Path], None]
 
 
-def edited(name: str, change: Callable[[JSON], Any]) -> Change:
-    """A change of the object in a JSON file, which is made if it is not there."""
+def edit_json(name: str, change: Callable[[JSON], Any]) -> Change:
+    """A change that edits the object in a JSON file, and creates a missing file."""
 
     def edit(folder: Path) -> None:
         path = folder / name
@@ -65,15 +65,15 @@ def edited(name: str, change: Callable[[JSON], Any]) -> Change:
 
 
 def tokenizer_file(change: Callable[[JSON], Any]) -> Change:
-    return edited("tokenizer.json", change)
+    return edit_json("tokenizer.json", change)
 
 
 def config_file(change: Callable[[JSON], Any]) -> Change:
-    return edited("tokenizer_config.json", change)
+    return edit_json("tokenizer_config.json", change)
 
 
 def generation_ids(**ids: Any) -> Change:
-    """These ids of tokens in generation_config.json."""
+    """A change that writes token ids to generation_config.json."""
 
     def write(folder: Path) -> None:
         (folder / "generation_config.json").write_text(json.dumps(ids))
@@ -82,7 +82,7 @@ def generation_ids(**ids: Any) -> Change:
 
 
 def move_names(folder: Path) -> None:
-    """Names of special tokens stand in special_tokens_map.json, as in older repositories."""
+    """Move names of special tokens to special_tokens_map.json, as in older repositories."""
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
     names = {
@@ -93,7 +93,7 @@ def move_names(folder: Path) -> None:
 
 
 def template_files(**templates: str) -> Change:
-    """Templates in files of their own."""
+    """A change that writes each template to a file."""
 
     def write(folder: Path) -> None:
         for name, text in templates.items():
@@ -109,7 +109,7 @@ def template_files(**templates: str) -> Change:
 
 
 def config_template(value: Any) -> Change:
-    """A template in tokenizer_config.json in place of the file."""
+    """A change that replaces the template file by a template in tokenizer_config.json."""
 
     def write(folder: Path) -> None:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -118,7 +118,10 @@ def config_template(value: Any) -> Change:
     return write
 
 
-LISTED = [{"name": "default", "template": BASE}, {"name": "tool_use", "template": WITH_TOOLS}]
+TEMPLATE_LIST = [
+    {"name": "default", "template": BASE},
+    {"name": "tool_use", "template": WITH_TOOLS},
+]
 CHANGES: dict[str, Change] = {
     "truncation": tokenizer_file(
         lambda t: t.update(
@@ -144,7 +147,7 @@ CHANGES: dict[str, Change] = {
     ),
     "template": template_files(default=BASE),
     "generation": template_files(default=GENERATION),
-    "listed": config_template(LISTED),
+    "listed": config_template(TEMPLATE_LIST),
     "files": template_files(default=BASE, tool_use=WITH_TOOLS),
     "text": config_template(BASE),
     "names": move_names,
@@ -163,7 +166,7 @@ CHANGES: dict[str, Change] = {
     "unlisted": tokenizer_file(
         lambda t: t.update(added_tokens=[a for a in t["added_tokens"] if a["content"] != "<s>"])
     ),
-    "legacy": edited("added_tokens.json", lambda content: content.update({"<s>": 1})),
+    "legacy": edit_json("added_tokens.json", lambda content: content.update({"<s>": 1})),
 }
 
 
@@ -178,19 +181,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def own_tokens(folder: Path, tools: list[JSON]) -> list[int] | str:
-    """Tokens of the prompt of the messages, or why there are none."""
+def our_tokens(folder: Path, tools: list[JSON]) -> list[int] | str:
+    """Prompt tokens of MESSAGES, or the reason of a refusal."""
     row: JSON = {"id": "1", "messages": MESSAGES, "answer": "7"}
     try:
         tokenizer = load_tokenizer(folder)
         rules = PromptRules.from_config(DataConfig(chat_template="model"), tokenizer)
         with rules.rendering():
-            made = rules.parse_row(1, row | ({"tools": tools} if tools else {}), tokenizer)
+            result = rules.parse_row(1, row | ({"tools": tools} if tools else {}), tokenizer)
     except ConfigError as error:
         return str(error)
     finally:
         template_of.cache_clear()
-    return f"{made.reason}: {made.detail}" if isinstance(made, BadLine) else list(made.token_ids)
+    return (
+        f"{result.reason}: {result.detail}"
+        if isinstance(result, BadLine)
+        else list(result.token_ids)
+    )
 
 
 def their_tokens(folder: Path, tools: list[JSON]) -> list[int]:
@@ -221,17 +228,16 @@ def their_tokens(folder: Path, tools: list[JSON]) -> list[int]:
 def test_prompts_of_changed_directories_have_the_tokens_of_transformers(
     model: Path, tmp_path_factory: pytest.TempPathFactory, names: list[str], has_tools: bool
 ) -> None:
-    """Or they are refused: of a template that shows no tools, and where transformers refuses them
-    too."""
+    """A prompt is refused if the template shows no tools, or if transformers refuses it too."""
     folder = tmp_path_factory.mktemp("changed") / "model"
     shutil.copytree(model, folder)
     for name in names:
         CHANGES[name](folder)
     tools = [TOOL] if has_tools else []
-    tokens = own_tokens(folder, tools)
+    tokens = our_tokens(folder, tools)
     if isinstance(tokens, str) and "the chat template shows no tools" in tokens:
         tools = []
-        tokens = own_tokens(folder, [])
+        tokens = our_tokens(folder, [])
     if isinstance(tokens, str):
         assert "allowed: one named default" in tokens
         with pytest.raises(ValueError, match="multiple chat templates"):
@@ -241,7 +247,7 @@ def test_prompts_of_changed_directories_have_the_tokens_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected"),
     [
         (
             config_file(lambda c: c.update(split_special_tokens=True)),
@@ -264,18 +270,18 @@ def test_prompts_of_changed_directories_have_the_tokens_of_transformers(
         (config_template({"default": 7}), "neither a text nor a list of objects"),
     ],
 )
-def test_what_cannot_be_read_as_transformers_reads_it_is_refused(
-    model: Path, tmp_path: Path, change: Change, says: str
+def test_settings_that_change_tokens_are_refused(
+    model: Path, tmp_path: Path, change: Change, expected: str
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     change(folder)
-    tokens = own_tokens(folder, [])
-    assert isinstance(tokens, str) and says in tokens
+    tokens = our_tokens(folder, [])
+    assert isinstance(tokens, str) and expected in tokens
 
 
-def test_a_negative_id_of_padding_is_not_used(model: Path, tmp_path: Path) -> None:
-    """Conversions of LLaMA have `pad_token_id: -1`, which no embedding has."""
+def test_a_negative_padding_id_is_not_used(model: Path, tmp_path: Path) -> None:
+    """Conversions of LLaMA have `pad_token_id: -1`, which is not an index of an embedding."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     config_file(lambda config: config.pop("pad_token"))(folder)
@@ -283,49 +289,49 @@ def test_a_negative_id_of_padding_is_not_used(model: Path, tmp_path: Path) -> No
     assert load_tokenizer(folder).pad_id >= 0
 
 
-def test_an_added_word_that_ends_a_response_must_not_stand_in_a_message(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_message_with_an_end_token_is_refused(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
 
-    def as_words(content: JSON) -> None:
+    def unmark_special(content: JSON) -> None:
         content["added_tokens"] = [token | {"special": False} for token in content["added_tokens"]]
 
-    tokenizer_file(as_words)(folder)
+    tokenizer_file(unmark_special)(folder)
     tokenizer = load_tokenizer(folder)
     name = tokenizer.name_of(tokenizer.eos_ids[0])
     rules = PromptRules.from_config(DataConfig(chat_template="model"), tokenizer)
     with rules.rendering():
-        made = rules.parse_row(1, {"prompt": f"3+4{name}", "answer": "7"}, tokenizer)
-    assert isinstance(made, BadLine) and made.reason == "special_token"
+        result = rules.parse_row(1, {"prompt": f"3+4{name}", "answer": "7"}, tokenizer)
+    assert isinstance(result, BadLine) and result.reason == "special_token"
 
 
-def test_contents_in_parts_are_joined_for_templates_that_take_texts_alone() -> None:
-    parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "3+4?"}]
+def test_content_parts_are_joined_for_templates_of_text() -> None:
+    content_parts = [{"type": "text", "text": "add "}, {"type": "text", "text": "3+4"}]
     with closing(
         ChatTemplate("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}", {})
     ) as template:
-        assert template.render([{"role": "user", "content": parts}]) == "user:what is 3+4?"
-    own = (
+        assert template.render([{"role": "user", "content": content_parts}]) == "user:add 3+4"
+    parts_template = (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in "
         "m.content %}"
     )
-    own += "{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
-    with closing(ChatTemplate(own, {})) as template:
-        assert template.render([{"role": "user", "content": parts}]) == "what is 3+4?"
+    parts_template += "{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
+    with closing(ChatTemplate(parts_template, {})) as template:
+        assert template.render([{"role": "user", "content": content_parts}]) == "add 3+4"
 
 
-def test_a_template_reads_one_date_in_a_run_whenever_it_is_asked(model: Path) -> None:
+def test_a_template_has_one_date_in_a_run(model: Path) -> None:
     text = "{{ strftime_now('%Y-%m-%d %H:%M:%S') }}{{ messages[0].content }}"
     with closing(ChatTemplate(text, {}, day="2026-11-26")) as template:
         assert template.render([{"role": "user", "content": "!"}]) == "2026-11-26 00:00:00!"
-    dated, other = (ChatTemplate(text, {}, day=day) for day in ("2026-11-26", "2026-11-27"))
-    assert dated.key != other.key, "prompts of another day are other prompts"
-    plain, same = (
+    dated_template, next_day_template = (
+        ChatTemplate(text, {}, day=day) for day in ("2026-11-26", "2026-11-27")
+    )
+    assert dated_template.key != next_day_template.key, "another day changes the prompts"
+    undated_template, undated_next_day = (
         ChatTemplate("{{ messages }}", {}, day=day) for day in ("2026-11-26", "2026-11-27")
     )
-    assert plain.key == same.key
+    assert undated_template.key == undated_next_day.key
 
 
 def test_templates_are_found_by_name(model: Path, tmp_path: Path) -> None:
@@ -335,14 +341,14 @@ def test_templates_are_found_by_name(model: Path, tmp_path: Path) -> None:
     assert find_templates(str(tmp_path / "own.jinja"), model) == {"default": "x"}
 
 
-# -- texts that continue others --------------------------------------------------------------------
+# -- texts that continue a text --------------------------------------------------------------------
 
-LINES = (
+LINE_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""As Zephyr's and TinyLlama's: the assistant speaks behind a line break, and not behind a token."""
-SPOKEN = [
+"""As in Zephyr and TinyLlama, the assistant's text follows a line break and no special token."""
+TWO_TURNS = [
     {"role": "user", "content": "add 3 and 4"},
     {"role": "assistant", "content": "seven"},
     {"role": "user", "content": "again"},
@@ -350,9 +356,8 @@ SPOKEN = [
 ]
 
 
-def sentence_pieces(normalizer: JSON | None, splitter: JSON | None) -> Change:
-    """A tokenizer.json like Llama 2's: characters, with `▁` for a blank and two tokens that begin
-    with it."""
+def sentence_pieces(normalizer: JSON | None, pre_tokenizer: JSON | None) -> Change:
+    """A tokenizer.json as of Llama 2: characters, `▁` for a blank, and two tokens with `▁`."""
 
     def write(folder: Path) -> None:
         characters = sorted(set("\n<|>▁ add3n4sevgiusrto7"))
@@ -373,7 +378,7 @@ def sentence_pieces(normalizer: JSON | None, splitter: JSON | None) -> Change:
         content = {
             "model": model,
             "normalizer": normalizer,
-            "pre_tokenizer": splitter,
+            "pre_tokenizer": pre_tokenizer,
             "added_tokens": added,
         }
         (folder / "tokenizer.json").write_text(json.dumps(content))
@@ -384,7 +389,7 @@ def sentence_pieces(normalizer: JSON | None, splitter: JSON | None) -> Change:
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(names))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
-        (folder / "chat_template.jinja").write_text(LINES)
+        (folder / "chat_template.jinja").write_text(LINE_TEMPLATE)
 
     return write
 
@@ -395,8 +400,11 @@ def transformers_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-BLANKS = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-PREPENDED = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, BLANKS]}
+REPLACE_BLANKS = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPEND_BLANK = {
+    "type": "Sequence",
+    "normalizers": [{"type": "Prepend", "prepend": "▁"}, REPLACE_BLANKS],
+}
 
 
 def metaspace(scheme: str) -> JSON:
@@ -406,13 +414,13 @@ def metaspace(scheme: str) -> JSON:
 @pytest.mark.parametrize(
     "change",
     [
-        sentence_pieces(PREPENDED, None),
+        sentence_pieces(PREPEND_BLANK, None),
         sentence_pieces(None, metaspace("first")),
         sentence_pieces(None, metaspace("always")),
         sentence_pieces(None, metaspace("never")),
     ],
 )
-def test_an_answer_begins_without_a_blank_that_nobody_wrote(
+def test_an_answer_begins_without_an_added_blank(
     model: Path, tmp_path: Path, change: Change
 ) -> None:
     folder = tmp_path / "model"
@@ -420,30 +428,36 @@ def test_an_answer_begins_without_a_blank_that_nobody_wrote(
     change(folder)
     tokenizer = load_tokenizer(folder)
     rules = PromptRules.from_config(DataConfig(chat_template="model"), tokenizer)
-    their = transformers_tokenizer(folder)
-    theirs = their.apply_chat_template(SPOKEN, return_dict=False)
+    reference = transformers_tokenizer(folder)
+    expected = reference.apply_chat_template(TWO_TURNS, return_dict=False)
     with rules.rendering():
-        made = demonstration_of({"messages": SPOKEN}, tokenizer, rules)
+        demonstration = demonstration_of({"messages": TWO_TURNS}, tokenizer, rules)
         assert rules.template
-        first = their.apply_chat_template(SPOKEN[:1], add_generation_prompt=True, return_dict=False)
-        turn = theirs[len(first) : theirs.index(1, len(first)) + 1]
-        _, heard = TurnTokenizer(tokenizer, rules.template).tokens(
-            [*first, *turn], [Message("user", ("again",))], False
+        prompt_tokens = reference.apply_chat_template(
+            TWO_TURNS[:1], add_generation_prompt=True, return_dict=False
         )
-        assert [*first, *turn, *heard] == theirs[: len(first + turn + heard)]
-        between = Renderer(rules.template, tokenizer).between(SPOKEN[:3], 1, [], 1)
-        assert between == heard
-    assert [*made.token_ids] == theirs[: len(made.token_ids)]
-    pairs = zip(made.token_ids, made.loss_mask, strict=True)
-    learned = "".join(tokenizer.name_of(token) for token, mask in pairs if mask)
-    assert learned == "seven</s>seven▁again</s>"
-    plain = PromptRules.from_config(DataConfig(), tokenizer)
-    text = demonstration_of({"prompt": "add\n", "answer": "seven"}, tokenizer, plain)
-    assert [*text.token_ids[:-1]] == their("add\nseven")["input_ids"]
+        turn_tokens = expected[len(prompt_tokens) : expected.index(1, len(prompt_tokens)) + 1]
+        _, observation_tokens = TurnTokenizer(tokenizer, rules.template).tokens(
+            [*prompt_tokens, *turn_tokens], [Message("user", ("again",))], False
+        )
+        assert [*prompt_tokens, *turn_tokens, *observation_tokens] == expected[
+            : len(prompt_tokens + turn_tokens + observation_tokens)
+        ]
+        rendered_tokens = Renderer(rules.template, tokenizer).between(TWO_TURNS[:3], 1, [], 1)
+        assert rendered_tokens == observation_tokens
+    assert [*demonstration.token_ids] == expected[: len(demonstration.token_ids)]
+    pairs = zip(demonstration.token_ids, demonstration.loss_mask, strict=True)
+    learned_text = "".join(tokenizer.name_of(token) for token, mask in pairs if mask)
+    assert learned_text == "seven</s>seven▁again</s>"
+    prompt_rules = PromptRules.from_config(DataConfig(), tokenizer)
+    prompt_demonstration = demonstration_of(
+        {"prompt": "add\n", "answer": "seven"}, tokenizer, prompt_rules
+    )
+    assert [*prompt_demonstration.token_ids[:-1]] == reference("add\nseven")["input_ids"]
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_blank_before_a_text_is_left_out_where_the_settings_say_so(
+def test_add_prefix_space_decides_on_a_leading_blank(
     model: Path, tmp_path: Path, prefix: bool
 ) -> None:
     folder = tmp_path / "model"
@@ -456,7 +470,7 @@ def test_a_blank_before_a_text_is_left_out_where_the_settings_say_so(
     assert ids == transformers_tokenizer(folder)("seven again")["input_ids"]
 
 
-def test_a_tokenizer_that_drops_merges_by_chance_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_with_dropout_is_refused(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     sentence_pieces(None, metaspace("first"))(folder)

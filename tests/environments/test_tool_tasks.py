@@ -1,11 +1,10 @@
-"""Tasks with tools: what is demonstrated is what an episode becomes, token by token, against the
-environment itself."""
+"""Tasks with tools: demonstrations equal episodes with the real environment, token by token."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -33,37 +32,53 @@ COUNT = 20
 
 
 @pytest.mark.parametrize("name", ["tools", "zoom"])
-def test_what_is_demonstrated_is_what_an_episode_becomes(tmp_path: Path, name: str) -> None:
-    """Its turns, said to the environment, are answered as the demonstration has it; what it answers
-    is not learned."""
+def test_an_episode_with_the_demonstrated_turns_equals_the_demonstration(
+    tmp_path: Path, name: str
+) -> None:
+    """The environment answers the demonstrated turns with the demonstrated observations, which are
+    not learned."""
     config = load([RUNS / f"{name}.yaml"])
     make_tiny_model(tmp_path / "model", config.model.tiny, seed=0)
     tokenizer = load_tokenizer(tmp_path / "model")
-    how = PromptRules.from_config(config.data, tokenizer, tmp_path)
-    made = get_task(config.data.task).demonstrations(config.data, tokenizer, noise=0.0, seed=5)
-    demonstrations = list(islice(made, COUNT))
-    (tmp_path / "lines").write_text("".join(json.dumps(one) + "\n" for one in demonstrations))
-    with how.rendering():
-        rows, media = read_demonstrations(tmp_path / "lines", how, tokenizer)
-        for one, row in zip(demonstrations, rows, strict=True):
-            tokens, shown = played(one, row, config, how, tokenizer)
+    rules = PromptRules.from_config(config.data, tokenizer, tmp_path)
+    all_demonstrations = get_task(config.data.task).demonstrations(
+        config.data, tokenizer, noise=0.0, seed=5
+    )
+    demonstrations = list(islice(all_demonstrations, COUNT))
+    (tmp_path / "lines").write_text(
+        "".join(json.dumps(demonstration) + "\n" for demonstration in demonstrations)
+    )
+    with rules.rendering():
+        rows, media = read_demonstrations(tmp_path / "lines", rules, tokenizer)
+        for demonstration, row in zip(demonstrations, rows, strict=True):
+            tokens, shown = play_demonstration(demonstration, row, config, rules, tokenizer)
             assert tokens == row["token_ids"]
             assert shown == [span["media_id"] for span in row["spans"]]
-    assert len(media) == sum(len(one.get("images", ())) for one in demonstrations)
-
-
-def played(
-    demonstration: dict[str, Any], row: Row, config: Config, how: PromptRules, tokenizer: Tokenizer
-) -> tuple[list[int], list[str]]:
-    """Tokens of an episode in which the policy says what ``row`` has it say, and ids of the media
-    in it."""
-    bridge = TurnTokenizer(
-        tokenizer, how.template, dict(how.media.placeholders) if how.media else {}
+    assert len(media) == sum(
+        len(demonstration.get("images", ())) for demonstration in demonstrations
     )
-    first = {name: demonstration[name][:1] for name in ("images",) if name in demonstration}
-    prompt = how.read(
+
+
+def play_demonstration(
+    demonstration: dict[str, Any],
+    row: Row,
+    config: Config,
+    rules: PromptRules,
+    tokenizer: Tokenizer,
+) -> tuple[list[int], list[str]]:
+    """Tokens and media ids of an episode in which the policy writes the learned turns of `row`."""
+    bridge = TurnTokenizer(
+        tokenizer, rules.template, dict(rules.media.placeholders) if rules.media else {}
+    )
+    first_images = {name: demonstration[name][:1] for name in ("images",) if name in demonstration}
+    prompt = rules.read(
         1,
-        {"id": "0", "prompt": demonstration["messages"][0]["content"], "answer": "", **first},
+        {
+            "id": "0",
+            "prompt": demonstration["messages"][0]["content"],
+            "answer": "",
+            **first_images,
+        },
         tokenizer,
     )
     tokens, shown = list(prompt.token_ids), [medium.source for medium in prompt.media]
@@ -73,41 +88,40 @@ def played(
     environment.reset(
         Beginning(prompt.text, "", {}, tuple(MediaPart("image", source) for source in shown))
     )
-    for turn in turns(row):
+    for turn in policy_turns(row):
         tokens += turn
         step = environment.step(Response(turn_text(turn, tokenizer), "stop", 0))
         if not step.done:
             messages = [
-                Message(said.role, tuple(environment.format_observation(said)))
-                for said in step.observations
+                Message(observation.role, tuple(environment.format_observation(observation)))
+                for observation in step.observations
             ]
-            sources = [
-                part.source for one in messages for part in one.parts if isinstance(part, MediaPart)
-            ]
-            _, heard = bridge.tokens(tokens, messages, is_prompt=False)
-            tokens += (
-                how.media.expand_placeholders(heard, {Kind.IMAGE: sources}, list)[0]
-                if how.media
-                else heard
-            )
+            contents = chain.from_iterable(message.parts for message in messages)
+            sources = [content.source for content in contents if isinstance(content, MediaPart)]
+            _, observation_tokens = bridge.tokens(tokens, messages, is_prompt=False)
+            if rules.media:
+                observation_tokens, _ = rules.media.expand_placeholders(
+                    observation_tokens, {Kind.IMAGE: sources}, list
+                )
+            tokens += observation_tokens
             shown += sources
     assert step.done
-    return tokens, [
-        how.media.pool.load(Kind.IMAGE, source).media_id for source in shown
-    ] if how.media else []
+    if not rules.media:
+        return tokens, []
+    return tokens, [rules.media.pool.load(Kind.IMAGE, source).media_id for source in shown]
 
 
-def turns(row: Row) -> Iterator[list[int]]:
-    """Turns of the policy in a row."""
-    for learned, some in groupby(
+def policy_turns(row: Row) -> Iterator[list[int]]:
+    """Tokens of each turn of the policy in a row."""
+    for learned, tokens in groupby(
         zip(row["loss_mask"], row["token_ids"], strict=True), itemgetter(0)
     ):
-        turn = [token for _, token in some]
+        turn = [token for _, token in tokens]
         if learned:
             yield turn
 
 
-def test_the_small_models_template_shows_calls_as_the_policy_writes_them(tmp_path: Path) -> None:
+def test_the_tiny_template_renders_calls_as_the_policy_writes_them(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, chat=True)
     template = ChatTemplate((tmp_path / "chat_template.jinja").read_text(), {}, "")
     calls = [ToolCall("add", {"numbers": [1, 2]}), ToolCall("say", {"word": "a"})]
