@@ -141,7 +141,7 @@ def test_scoring_roles_follow_from_the_algorithm(overrides, roles):
     config = load([], overrides)
     assert set(config.groups) == {"hub", "rollout", "actor"} | roles
     tasks = Plan.from_config(config).tasks
-    scores = {name for role in roles for name in fields_by(role)}
+    scores = set().union(*map(fields_by, roles))
     assert set(tasks["actor"].needs) == {"token_ids", "reward", "advantages"} | scores
     assert tasks["advantages"].needs == config.algorithm.needs
     assert tasks["advantages"].whole_step == (config.algorithm.name == "reinforce_pp")

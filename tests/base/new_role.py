@@ -1,5 +1,4 @@
-"""`python -m tests.base.new_role FOLDER`: the role of examples/role.py, and what comes of it in a
-run."""
+"""`python -m tests.base.new_role FOLDER`: a run with the role of examples/role.py."""
 
 from __future__ import annotations
 

@@ -120,8 +120,8 @@ def test_machines_that_meet_the_requirements(changes: dict[str, Any]) -> None:
 def test_a_missing_requirement_is_one_line(changes: dict[str, Any], text: str) -> None:
     (line,) = problems(**changes)
     assert line.startswith(text) and "\n" not in line
-    found = find_problems(GOOD._replace(**changes), LOCKS["gpu"], ALL)
-    assert all(problem.is_fatal for problem in found)
+    found_problems = find_problems(GOOD._replace(**changes), LOCKS["gpu"], ALL)
+    assert all(problem.is_fatal for problem in found_problems)
 
 
 def test_too_little_space_is_only_a_warning_without_cuda() -> None:
@@ -148,7 +148,7 @@ def test_gpus_for_which_a_package_has_no_code() -> None:
     assert len(problems(driver=a100, architecture="aarch64")) == 1
 
 
-def test_a_driver_that_is_not_installed_yet_stops_nothing() -> None:
+def test_a_missing_driver_is_not_fatal() -> None:
     facts = GOOD._replace(driver=Driver())
     (problem,) = find_problems(facts, LOCKS["gpu"], [GPU])
     assert str(problem).startswith("8 NVIDIA GPUs without a driver found, 580 or newer needed")
@@ -167,20 +167,24 @@ def test_a_lock_without_wheels_for_an_architecture() -> None:
     )
 
 
-def test_an_environment_of_another_origin_needs_the_constants_only(tmp_path: Path) -> None:
+def test_an_environment_without_needs_file_has_only_constant_needs(tmp_path: Path) -> None:
     assert load_needs(str(tmp_path)) == {}
     (tmp_path / "minimum_requirements.json").write_text("[]")
     assert load_needs(str(tmp_path)) == {}
     assert find_problems(GOOD._replace(libc="glibc 2.28", python="3.13"), {}, ALL) == []
-    found = find_problems(
+    problems_found = find_problems(
         GOOD._replace(open_files=64, driver=Driver("550.1")), {"cuda": "13.0"}, ALL
     )
-    assert [problem.found for problem in found] == [
+    assert [problem.found for problem in problems_found] == [
         "nofile limit (ulimit -Hn) 64",
         "NVIDIA driver 550.1",
     ]
-    old = find_problems(GOOD._replace(driver=Driver("550.1")), {"cuda": "12.8"}, ALL)
-    assert old == find_problems(GOOD._replace(driver=Driver("1.1")), {"cuda": "99.0"}, ALL) == []
+    older_cuda = find_problems(GOOD._replace(driver=Driver("550.1")), {"cuda": "12.8"}, ALL)
+    assert (
+        older_cuda
+        == find_problems(GOOD._replace(driver=Driver("1.1")), {"cuda": "99.0"}, ALL)
+        == []
+    )
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -234,7 +238,7 @@ def test_an_unknown_model_is_looked_up_by_nvidia_smi(
     assert ask_driver(str(tmp_path), 30) == Driver("580.65.06", ("NVIDIA X999",))
 
 
-def test_a_driver_that_hangs_is_given_up_at_the_deadline(tmp_path: Path) -> None:
+def test_a_hanging_driver_times_out(tmp_path: Path) -> None:
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     # The open of a FIFO without a writer blocks, like files of a driver in trouble.
     os.mkfifo(tmp_path / "proc/driver/nvidia/version")
@@ -243,7 +247,7 @@ def test_a_driver_that_hangs_is_given_up_at_the_deadline(tmp_path: Path) -> None
     assert time.monotonic() - started < 30
 
 
-def test_a_machine_without_those_files(tmp_path: Path) -> None:
+def test_a_machine_without_driver_files(tmp_path: Path) -> None:
     facts = read_facts(root=str(tmp_path / "nothing"), environment={"PATH": "", "CC": "icx -O2"})
     assert facts.driver == Driver() and facts.nvidia_devices == 0 and facts.c_compiler == ""
     assert facts.disk == Disk()
@@ -262,7 +266,9 @@ def test_a_machine_without_those_files(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_user_namespaces(tmp_path: Path, path: str, text: str, reason: str) -> None:
+def test_reasons_for_missing_user_namespaces(
+    tmp_path: Path, path: str, text: str, reason: str
+) -> None:
     write(tmp_path, f"proc/{path}", text)
     write(tmp_path, "proc/self/ns/user", "")
     assert read_facts(root=str(tmp_path), user=1000).user_namespaces == reason

@@ -1,4 +1,4 @@
-"""Layouts: which groups get which nodes, and what is refused."""
+"""Layouts: nodes of groups, and layouts that are refused."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_het_has_the_hub_on_two_nodes_and_one_node_groups_last() -> None:
     ]
 
 
-def test_hub_rides_on_the_largest_group_where_there_are_no_cpu_nodes() -> None:
+def test_the_hub_shares_the_largest_group_without_cpu_nodes() -> None:
     config = make(**{"site.cpu_nodes": False})
     assert shape(config) == [("actor+hub", 3, 8, 8), ("forward", 2, 6, 4), ("rollout", 1, 1, 8)]
 
 
-def test_one_node_first_component_is_refused_unless_asked_for() -> None:
+def test_a_first_component_of_one_node_needs_a_setting() -> None:
     small = {"groups": {}, "site.cpu_nodes": False, "layout": "het"}
     with pytest.raises(
         ConfigError, match=r"groups.rollout.resources.nodes: found 1 .*slurm.one_node_hub"
@@ -85,7 +85,7 @@ def test_one_node_first_component_is_refused_unless_asked_for() -> None:
     assert components(make(**{"slurm.one_node_hub": True}))[0].nodes == 1
 
 
-def test_jobs_are_one_a_group_with_times_of_their_own() -> None:
+def test_each_group_has_a_job_with_its_time_limit() -> None:
     config = make(layout="jobs")
     config.groups["rollout"].resources.time = "2:00:00"
     assert shape(config) == [
@@ -94,7 +94,7 @@ def test_jobs_are_one_a_group_with_times_of_their_own() -> None:
         ("actor", 3, 8, 8),
         ("forward", 2, 6, 4),
     ]
-    assert [part.time for part in components(config)] == [
+    assert [job.time for job in components(config)] == [
         "10:00:00",
         "2:00:00",
         "10:00:00",
@@ -104,7 +104,7 @@ def test_jobs_are_one_a_group_with_times_of_their_own() -> None:
     assert node_hours(config) == 10 + 2 + 3 * 10 + 2 * 10
 
 
-def test_local_is_one_node_that_holds_all() -> None:
+def test_local_is_one_node_with_all_groups() -> None:
     config = load(
         [],
         {
@@ -123,7 +123,7 @@ def test_local_is_one_node_that_holds_all() -> None:
         components(make(layout="local"))
 
 
-def test_options_of_gpus_are_those_of_allocations_with_gpus_and_null_takes_one_off() -> None:
+def test_gpu_options_apply_only_to_gpu_nodes_and_null_removes_them() -> None:
     site = {
         "site.options": {"reservation": "r"},
         "site.gpu_options": {"constraint": "a100"},
@@ -161,7 +161,7 @@ def test_an_option_without_a_value_is_refused_unless_it_is_a_flag() -> None:
     )
 
 
-def test_the_cost_of_a_run_counts_the_jobs_that_may_follow() -> None:
+def test_the_cost_of_a_run_includes_successors() -> None:
     assert cost_line(make()) == (
         "asks for 400.0 GPU-hours (80.0 node-hours) at most in one job; up to 20 jobs follow until "
         "the run is "
@@ -173,7 +173,7 @@ def test_the_cost_of_a_run_counts_the_jobs_that_may_follow() -> None:
     )
 
 
-def test_hub_partition_and_a_groups_options_come_before_the_sites() -> None:
+def test_hub_partition_and_group_options_override_those_of_the_site() -> None:
     config = make(
         **{
             "site.partition": "gpu",
@@ -218,7 +218,7 @@ def test_hub_partition_and_a_groups_options_come_before_the_sites() -> None:
         ),
     ],
 )
-def test_what_cannot_be_had_is_an_error_that_teaches(
+def test_an_impossible_layout_has_an_error_with_a_fix(
     overrides: dict[str, Any], message: str
 ) -> None:
     config = make()
@@ -232,7 +232,7 @@ def test_what_cannot_be_had_is_an_error_that_teaches(
         components(config)
 
 
-def test_one_group_by_name() -> None:
+def test_a_component_is_selected_by_group_name() -> None:
     config = make()
     assert group_component(config, "hub").nodes == 1, (
         "an ordinary job of the hub is alone on its node"
@@ -248,9 +248,7 @@ def test_one_group_by_name() -> None:
 
 
 @given(st.integers(0, 50), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
-def test_times_are_read_as_sbatch_reads_them(
-    days: int, hours: int, minutes: int, last: int
-) -> None:
+def test_times_have_the_formats_of_sbatch(days: int, hours: int, minutes: int, last: int) -> None:
     total = days * 86400 + hours * 3600 + minutes * 60 + last
     assert time_limit_s(f"{days}-{hours}:{minutes:02}:{last:02}", "t") == total
     assert time_limit_s(f"{days * 24 + hours}:{minutes}:{last}", "t") == total
@@ -292,7 +290,7 @@ def test_container_prefix_of_apptainer_and_options_of_pyxis() -> None:
     ]
 
 
-def test_the_container_engine_of_cscs_gets_a_file_with_the_mounts(tmp_path: Path) -> None:
+def test_the_container_engine_of_cscs_has_a_file_with_mounts(tmp_path: Path) -> None:
     image = 'my "image"'
     config = make(**{"site.local_dir": "/nvme", "model.path": "/models/m"})
     write_container_file(config, tmp_path)
@@ -325,7 +323,7 @@ def test_a_container_of_apptainer_has_no_pmix() -> None:
     assert render(config)
 
 
-def test_container_mistakes_are_named() -> None:
+def test_errors_in_container_settings_are_reported() -> None:
     config = make(**{"site.container.runtime": "apptainer", "site.local_dir": "/nvme"})
     with pytest.raises(
         ConfigError, match=r"site.container.image: found nothing with runtime apptainer"

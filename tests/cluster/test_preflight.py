@@ -34,7 +34,7 @@ def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: i
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_a_good_node(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_node_has_no_problems(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     monkeypatch.setattr(node_probe, "FABRIC", run.root / "nothing")
     report = check_node(run, min_memory_gib=0.01, interface="lo")
@@ -43,20 +43,20 @@ def test_a_good_node(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(run.root.iterdir())
 
 
-def test_the_command(run: RunDir) -> None:
-    """Prints one line, and its exit code says whether the node is good."""
+def test_the_command_prints_problems(run: RunDir) -> None:
+    """The command prints one line. Its exit code is 0 for a good node, and 75 otherwise."""
     command = [sys.executable, "-m", "relax_hpc.cluster.slurm.node_probe", f"--run_dir={run.root}"]
     for extra, code in (
         (["--interface=lo"], 0),
         (["--min_memory_gib=1e9", "--interface=ib77"], 75),
     ):
-        done = subprocess.run([*command, *extra], capture_output=True, text=True, timeout=60)
-        assert done.returncode == code, done.stderr
-        (line,) = done.stdout.splitlines()
+        process = subprocess.run([*command, *extra], capture_output=True, text=True, timeout=60)
+        assert process.returncode == code, process.stderr
+        (line,) = process.stdout.splitlines()
         assert len(json.loads(line)["problems"]) == (2 if code else 0)
 
 
-def test_a_node_that_lacks_what_the_environment_needs(
+def test_a_node_without_needs_of_the_environment_has_problems(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs = {
@@ -97,7 +97,9 @@ def test_no_shared_memory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 GPU = "{n}, GPU-{n}{n}, 80000, {used}\n"
 
 
-def test_gpus(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_a_problem(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvidia_smi(tmp_path / "bin", monkeypatch, "".join(GPU.format(n=n, used=4) for n in range(4)))
     assert check_node(run, gpus=4).gpus == 4
     assert check_node(run, gpus=4).ok
@@ -132,37 +134,37 @@ def test_no_nvidia_smi(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def port(folder: Path, device: str, state: str, physical: str) -> None:
-    place = folder / device / "ports" / "1"
-    place.mkdir(parents=True)
-    (place / "state").write_text(f"{state}\n")
-    (place / "phys_state").write_text(f"{physical}\n")
+    port_folder = folder / device / "ports" / "1"
+    port_folder.mkdir(parents=True)
+    (port_folder / "state").write_text(f"{state}\n")
+    (port_folder / "phys_state").write_text(f"{physical}\n")
 
 
-def test_the_fabric(tmp_path: Path) -> None:
+def test_inactive_ports_of_the_fabric_are_a_problem(tmp_path: Path) -> None:
     assert fabric_problems(tmp_path / "none") == []
     port(tmp_path, "mlx5_0", "1: DOWN", "3: Disabled")
     assert "found no active port among 1" in fabric_problems(tmp_path)[0]
     port(tmp_path, "mlx5_1", "4: ACTIVE", "5: LinkUp")
-    # A port without a cable is nothing bad.
+    # A port without a cable is not a problem.
     assert fabric_problems(tmp_path) == []
     port(tmp_path, "mlx5_2", "2: INIT", "5: LinkUp")
     assert "mlx5_2 port 1 2: INIT" in fabric_problems(tmp_path)[0]
 
 
-def test_a_run_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_run_directory_is_a_problem(tmp_path: Path) -> None:
     assert "run_dir: cannot write in" in check_node(RunDir(tmp_path / "nothing")).problems[0]
     (tmp_path / "file").touch()
     assert "run_dir: cannot write in" in check_node(RunDir(tmp_path / "file")).problems[0]
 
 
-def test_a_clock_that_is_off(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_clock_is_a_problem(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     now = node_probe.time.time
     monkeypatch.setattr(node_probe.time, "time", lambda: now() + 100)
     report = check_node(run)
     assert "clock: the run directory's is -100" in report.problems[0]
 
 
-def test_repeat_offenders(run: RunDir) -> None:
+def test_a_node_with_repeated_problems_is_excluded(run: RunDir) -> None:
     assert excluded_nodes(run) == []
     record = BadNodes(run)
     record.add("n1", "preflight", ["GPUs: found 3, needed: 4"])
@@ -173,5 +175,5 @@ def test_repeat_offenders(run: RunDir) -> None:
     assert [entry["node"] for entry in record.records()] == ["n1", "n2", "n1"]
     assert excluded_nodes(run) == ["n1"]
     assert excluded_nodes(run, threshold=1) == ["n1", "n2"]
-    # A day later they count as mended.
+    # After FORGET_S problems do not count any more.
     assert excluded_nodes(run, now=record.records()[-1]["time"] + node_probe.FORGET_S + 1) == []

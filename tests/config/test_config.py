@@ -135,19 +135,21 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("text", "parts"), WRONG, ids=[text[:40] for text, _ in WRONG])
-def test_wrong_file(tmp_path: Path, text: str, parts: list[str]) -> None:
+@pytest.mark.parametrize(("text", "expected_texts"), WRONG, ids=[text[:40] for text, _ in WRONG])
+def test_an_error_in_a_file_names_file_and_line(
+    tmp_path: Path, text: str, expected_texts: list[str]
+) -> None:
     path = write(tmp_path, "wrong.yaml", text)
     with pytest.raises(ConfigError) as caught:
         load([path])
     message = str(caught.value)
     assert message.startswith(str(path)) and "\n" not in message
     assert caught.value.exit_code == EXIT_CONFIG
-    for part in parts:
-        assert part in message
+    for text_part in expected_texts:
+        assert text_part in message
 
 
-def test_every_mistake_of_every_layer_is_told_with_its_line(tmp_path: Path) -> None:
+def test_all_errors_of_all_layers_are_reported_with_their_lines(tmp_path: Path) -> None:
     first = write(
         tmp_path,
         "a.yaml",
@@ -158,8 +160,8 @@ def test_every_mistake_of_every_layer_is_told_with_its_line(tmp_path: Path) -> N
     broken = write(tmp_path, "c.yaml", "name: [\n")
     with pytest.raises(ConfigError) as caught:
         load([first, broken, second], {"seed": -1})
-    places = [mistake.split(": ")[:2] for mistake in caught.value.mistakes]
-    assert places == [
+    sources_and_keys = [mistake.split(": ")[:2] for mistake in caught.value.mistakes]
+    assert sources_and_keys == [
         [f"{first}:1", "steps"],
         [f"{first}:4", "rollout.temprature"],
         [f"{first}:5", "rollout.engine.port"],
@@ -177,18 +179,18 @@ def test_every_mistake_of_every_layer_is_told_with_its_line(tmp_path: Path) -> N
     assert layers.with_source("threads: found 1") == "threads: found 1"
 
 
-def test_a_mapping_all_of_whose_lines_are_comments_says_nothing(tmp_path: Path) -> None:
+def test_a_mapping_with_only_comments_changes_nothing(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "a.yaml",
         "groups:\n  # actor: {roles: [actor]}\nsite:\n  env:\n  options:\ndata:\n  eval:\n",
     )
     assert load([path]) == load([])
-    below = write(tmp_path, "b.yaml", "site: {env: {A: '1'}}")
-    assert load([below, path]).site.env == {"A": "1"}
+    lower_layer = write(tmp_path, "b.yaml", "site: {env: {A: '1'}}")
+    assert load([lower_layer, path]).site.env == {"A": "1"}
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "")
     with pytest.raises(
         ConfigError, match=r"bse\.yaml: cannot be read: No such file.*did you mean .*base\.yaml"
@@ -201,7 +203,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         load([tmp_path / "latin.yaml"])
 
 
-def test_error_names_the_right_one_of_three_files(tmp_path: Path) -> None:
+def test_an_error_names_the_right_file_of_three(tmp_path: Path) -> None:
     files = [
         write(tmp_path, "a.yaml", "steps: 5"),
         write(tmp_path, "b.yaml", "steps: 0"),
@@ -214,18 +216,18 @@ def test_error_names_the_right_one_of_three_files(tmp_path: Path) -> None:
 
 
 def test_layers_compose_from_left_to_right(tmp_path: Path) -> None:
-    left = """
+    lower_layer = """
     rollout: {temperature: 0.5, engine: {flags: {a: 1, b: [1, 2], c: {x: 1}}}}
     data: {eval: {small: s.jsonl, large: l.jsonl}}
     groups: {actor: {env: {A: '1', B: '2'}}}
     """
-    right = """
+    upper_layer = """
     rollout: {top_p: 0.9, engine: {flags: {b: [3], c: {y: 2}, d: null}}}
     data: {eval: {large: null}}
     groups: {actor: {env: {B: '3'}}, reference: null, hub: {roles: []}, extra: {roles: [advantages]}}
     """
     config = load(
-        [write(tmp_path, "left.yaml", left), write(tmp_path, "right.yaml", right)],
+        [write(tmp_path, "left.yaml", lower_layer), write(tmp_path, "right.yaml", upper_layer)],
         {"rollout.top_p": 0.8},
     )
     assert (config.rollout.temperature, config.rollout.top_p) == (0.5, 0.8)
@@ -239,26 +241,28 @@ def test_layers_compose_from_left_to_right(tmp_path: Path) -> None:
     }
 
 
-def test_two_layers_may_remove_the_same_group(tmp_path: Path) -> None:
+def test_two_layers_can_remove_the_same_group(tmp_path: Path) -> None:
     path = write(tmp_path, "a.yaml", "groups: {reference: null}")
     assert "reference" not in load([path, path]).groups
 
 
-def test_a_reference_is_there_for_a_kl_or_if_asked_for(tmp_path: Path) -> None:
+def test_the_reference_exists_for_a_kl_or_if_a_layer_names_it(tmp_path: Path) -> None:
     kl = {"algorithm.kl.coefficient": 0.1}
-    asked = write(tmp_path, "a.yaml", "groups: {reference: {env: {A: '1'}, resources: {nodes: 2}}}")
+    with_reference = write(
+        tmp_path, "a.yaml", "groups: {reference: {env: {A: '1'}, resources: {nodes: 2}}}"
+    )
     assert "reference" not in load([]).groups
     assert load([], kl).groups["reference"] == GroupConfig(roles=["reference"])
-    assert load([asked]).groups["reference"].roles == ["reference"]
-    assert load([asked], kl).groups["reference"].resources.nodes == 2
-    for elsewhere in (
+    assert load([with_reference]).groups["reference"].roles == ["reference"]
+    assert load([with_reference], kl).groups["reference"].resources.nodes == 2
+    for scores_in_group in (
         {"actor.forward": ["reference"]},
         {"groups.actor_fwd.roles": ["actor_fwd", "reference"]},
     ):
-        assert "reference" not in load([], kl | elsewhere).groups
+        assert "reference" not in load([], kl | scores_in_group).groups
     for config in (
         load([], kl),
-        load([asked]),
+        load([with_reference]),
         load([], kl | {"groups.reference": None}),
         load([]),
     ):
@@ -384,7 +388,7 @@ def test_overrides_nested_and_dotted_agree() -> None:
 
 
 @pytest.mark.parametrize("value", [None, True, False])
-def test_a_setting_may_be_unset_by_null(tmp_path: Path, value: bool | None) -> None:
+def test_null_unsets_a_setting(tmp_path: Path, value: bool | None) -> None:
     config = load([], {"data.enable_thinking": value})
     dump(config, tmp_path / "config.yaml")
     assert load([tmp_path / "config.yaml"]).data.enable_thinking is value
@@ -415,7 +419,7 @@ def test_dump_and_load_give_the_same(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_a_moved_run_directory_counts_from_where_it_is(tmp_path: Path) -> None:
+def test_a_moved_run_directory_has_its_new_path(tmp_path: Path) -> None:
     config = load([], {"run_dir": str(tmp_path / "old"), "steps": 7})
     (tmp_path / "new").mkdir()
     dump(config, tmp_path / "new" / "config.yaml")
@@ -423,7 +427,7 @@ def test_a_moved_run_directory_counts_from_where_it_is(tmp_path: Path) -> None:
     assert (resolved.steps, resolved.run_dir) == (7, str(tmp_path / "new"))
 
 
-def test_a_path_with_dots_is_where_they_lead(
+def test_parent_folders_in_a_path_follow_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "disk" / "mine").mkdir(parents=True)
@@ -468,7 +472,7 @@ def test_print_config_names_the_source_of_every_value(tmp_path: Path) -> None:
     )
 
 
-def test_a_setting_that_is_gone_says_what_took_its_place(tmp_path: Path) -> None:
+def test_the_error_for_a_removed_setting_names_its_replacement(tmp_path: Path) -> None:
     path = write(tmp_path, "old.yaml", "rollout: {max_attempts: 8}")
     with pytest.raises(
         ConfigError,
@@ -530,7 +534,7 @@ def test_merging_is_associative_and_the_last_layer_wins(a: Any, b: Any, c: Any) 
 
 @given(plain)
 @settings(max_examples=effort(30, 100), deadline=None)
-def test_yaml_gives_back_what_was_written(value: Any) -> None:
+def test_written_yaml_is_read_back(value: Any) -> None:
     assert parse_yaml(dump_yaml({"a": value}), "x") == {"a": value}
 
 

@@ -110,16 +110,16 @@ def forward(
 
 
 def whole(logits: torch.Tensor, tensor: int) -> torch.Tensor:
-    """All columns."""
-    parts = [torch.empty_like(logits) for _ in range(tensor)]
+    """Gather all columns, [tokens, vocabulary], from the tensor ranks."""
+    columns = [torch.empty_like(logits) for _ in range(tensor)]
     torch.distributed.all_gather(
-        parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
+        columns, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
     )
-    return torch.cat(parts, dim=-1)
+    return torch.cat(columns, dim=-1)
 
 
 if __name__ == "__main__":
-    # A model of an odd vocabulary is padded under the tensor split, and unpadded under the others.
+    # An odd vocabulary is padded with a tensor split, and not padded with other splits.
     sizes = dict.fromkeys(("hidden", "inner", "layers", "heads", "groups", "head_dim"), 1)
     assert Qwen3(**sizes, vocab=61, tied=False).padded_vocab(2) == 62
     main()

@@ -51,39 +51,41 @@ pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
         (QWEN3_VL_MOE, True),
     ],
 )
-def test_logits_are_those_of_transformers(tmp_path: Path, config: dict, packed: bool):
+def test_logits_equal_those_of_transformers(tmp_path: Path, config: dict, packed: bool):
     source = model(tmp_path / "hf", config, packed=packed)
-    found = to(source, tmp_path / "megatron", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
+    logits = to(source, tmp_path / "megatron", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
     assert (
-        found["tokens"] == 8
-        and found["largest"] > 1.0
-        and found["largest_difference"] < 1e-4 * found["largest"]
+        logits["tokens"] == 8
+        and logits["largest"] > 1.0
+        and logits["largest_difference"] < 1e-4 * logits["largest"]
     )
-    back = to(tmp_path / "megatron", tmp_path / "again", verify="all", prompt="5,6,7,8,9,10,11,12")[
-        "logits"
-    ]
-    assert back == found
+    back_logits = to(
+        tmp_path / "megatron", tmp_path / "again", verify="all", prompt="5,6,7,8,9,10,11,12"
+    )["logits"]
+    assert back_logits == logits
     assert (tmp_path / "again/model.safetensors").read_bytes() == (
         source / "model.safetensors"
     ).read_bytes()
 
 
 @pytest.mark.parametrize("config", [QWEN3_VL_MOE, SPEAKING], ids=lambda one: one["model_type"])
-def test_what_transformers_saves_goes_there_and_back(tmp_path: Path, config: dict):
-    """Experts in one tensor that are not turned around, and a talker: in several files, and again
-    by transformers."""
-    theirs, source = saved(tmp_path / "hf", config), tmp_path / "hf"
+def test_files_of_transformers_convert_there_and_back(tmp_path: Path, config: dict):
+    """Models with untransposed experts in one tensor, and with a talker; transformers loads the
+    result again."""
+    original, source = save_with_transformers(tmp_path / "hf", config), tmp_path / "hf"
     assert len(list(source.glob("*.safetensors"))) > 2
-    found = to(source, tmp_path / "megatron", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
-    assert found["largest_difference"] < 1e-4 * found["largest"]
+    logits = to(source, tmp_path / "megatron", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
+    assert logits["largest_difference"] < 1e-4 * logits["largest"]
     to(tmp_path / "megatron", tmp_path / "again", verify="digests")
-    before, after = (content(tmp_path / name) for name in ("hf", "again"))
-    assert {name: data for name, data in after.items() if name in before} == before
-    # In files of its own the model is as it is published.
+    tensors_before, tensors_after = (content(tmp_path / name) for name in ("hf", "again"))
+    assert {
+        name: data for name, data in tensors_after.items() if name in tensors_before
+    } == tensors_before
+    # In its own files the model has the published form.
     to(tmp_path / "megatron", tmp_path / "published", shard_bytes=200_000)
-    published = type(theirs).from_pretrained(tmp_path / "published").state_dict()
-    assert published.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(published[name], value) for name, value in theirs.state_dict().items())
+    published = type(original).from_pretrained(tmp_path / "published").state_dict()
+    assert published.keys() == original.state_dict().keys()
+    assert all(torch.equal(published[name], value) for name, value in original.state_dict().items())
     experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     with SafetensorFiles(tmp_path / "published") as files:
         assert files.shapes().get(experts) in (None, (4, 32, 48)) and (experts in files) == (
@@ -91,16 +93,16 @@ def test_what_transformers_saves_goes_there_and_back(tmp_path: Path, config: dic
         )
 
 
-def saved(directory: Path, config: dict) -> torch.nn.Module:
-    """A model of transformers, with random weights, which it has saved in ``directory``."""
+def save_with_transformers(directory: Path, config: dict) -> torch.nn.Module:
+    """A model of transformers with random weights, saved in `directory`."""
     install_transformers_hook()
     import transformers
 
-    kind = getattr(transformers, config["architectures"][0])
+    model_class = getattr(transformers, config["architectures"][0])
     torch.manual_seed(3)
-    model = kind(
-        kind.config_class(
-            **deepcopy({key: one for key, one in config.items() if key != "model_type"})
+    model = model_class(
+        model_class.config_class(
+            **deepcopy({key: value for key, value in config.items() if key != "model_type"})
         )
     )
     for value in model.parameters():
@@ -109,7 +111,7 @@ def saved(directory: Path, config: dict) -> torch.nn.Module:
     return model
 
 
-def test_any_split_loads_it_and_any_split_can_be_converted(
+def test_every_split_loads_a_model_and_can_be_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(FAMILIES, "qwen2", BiasedDecoder)
@@ -144,7 +146,7 @@ def test_any_split_loads_it_and_any_split_can_be_converted(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_runs_checkpoint_becomes_what_the_run_would_export(tmp_path: Path, dtype: str, capsys):
+def test_a_converted_checkpoint_equals_the_export_of_the_run(tmp_path: Path, dtype: str, capsys):
     run = tmp_path / "run"
     tiny_model(tmp_path, tied=True).rename(tmp_path / "model")
     run.mkdir()
@@ -152,19 +154,31 @@ def test_a_runs_checkpoint_becomes_what_the_run_would_export(tmp_path: Path, dty
     ours = trainer(run / "model", dtype=dtype, optimizer={"distributed": dtype == "bfloat16"})
     ours.accumulate([batch(rows(4))])
     ours.step(1e-3)
-    saved = run / "checkpoints" / "i000001-step-000001"
-    save(saved, ours, {"step": 1})
-    assert main(["convert", str(saved), str(tmp_path / "hf"), "--verify", "--prompt", "3+4="]) == 0
+    save_with_transformers = run / "checkpoints" / "i000001-step-000001"
+    save(save_with_transformers, ours, {"step": 1})
+    assert (
+        main(
+            [
+                "convert",
+                str(save_with_transformers),
+                str(tmp_path / "hf"),
+                "--verify",
+                "--prompt",
+                "3+4=",
+            ]
+        )
+        == 0
+    )
     assert "logits of 5 tokens differ" in capsys.readouterr().out
-    found, expected = load_file(tmp_path / "hf/model.safetensors"), ours.model.export_hf()
-    assert sorted(found) == sorted(expected)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    tensors, expected = load_file(tmp_path / "hf/model.safetensors"), ours.model.export_hf()
+    assert sorted(tensors) == sorted(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in tensors.items())
     assert read_config(tmp_path / "hf")["torch_dtype"] == dtype
     assert (tmp_path / "hf/tokenizer.json").read_bytes() == (
         run / "model/tokenizer.json"
     ).read_bytes()
-    saved.joinpath(store.MARKER).unlink()
-    assert main(["convert", str(saved), str(tmp_path / "other")]) == 78
+    save_with_transformers.joinpath(store.MARKER).unlink()
+    assert main(["convert", str(save_with_transformers), str(tmp_path / "other")]) == 78
     assert "COMPLETE.json: missing" in capsys.readouterr().err
 
 
@@ -175,7 +189,7 @@ def test_a_run_does_not_resume_from_a_converted_model(tmp_path: Path):
         load(tmp_path / "megatron", trainer(source))
 
 
-def test_a_policy_takes_it_in_its_own_type(tmp_path: Path):
+def test_a_policy_loads_a_converted_model_in_its_dtype(tmp_path: Path):
     source = tiny_model(tmp_path, tied=False)
     to(source, tmp_path / "megatron", dtype="bfloat16")
     policy = PolicyModel(read_config(source), ModelConfig(), ParallelConfig())
@@ -187,7 +201,7 @@ def test_a_policy_takes_it_in_its_own_type(tmp_path: Path):
         )
 
 
-def test_a_difference_is_found(tmp_path: Path):
+def test_verification_detects_a_difference(tmp_path: Path):
     source, other = model(tmp_path / "one", DENSE), tmp_path / "other"
     to(source, tmp_path / "megatron")
     tensors = load_file(source / "model.safetensors")

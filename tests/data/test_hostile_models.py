@@ -1,5 +1,4 @@
-"""Files of a model that somebody else has made to harm its reader: each is refused by name, or a
-row is left out."""
+"""Model files that are made to harm their reader: a file is refused, or a row is left out."""
 
 from __future__ import annotations
 
@@ -43,13 +42,13 @@ JSON = st.recursive(
     ),
     max_leaves=6,
 )
-GIVES_UP = {
+FAILING_SPLIT = {
     "type": "Split",
     "pattern": {"Regex": "(x+x+)+y"},
     "behavior": "Isolated",
     "invert": False,
 }
-"""Pre-tokenizer whose expression fails on a long text of x, which is a panic of the library."""
+"""Pre-tokenizer whose expression fails on a long text of x, so that the library panics."""
 
 
 @pytest.fixture(scope="module")
@@ -156,18 +155,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("says", REFUSED)
-def test_a_tokenizer_that_would_abort_or_hang_is_refused_by_its_field(
-    tmp_path: Path, says: str
-) -> None:
-    folder = changed_tokenizer(tmp_path, **REFUSED[says])
-    with pytest.raises(ConfigError, match=says) as error:
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_tokenizer_that_would_abort_or_hang_is_refused(tmp_path: Path, message: str) -> None:
+    folder = changed_tokenizer(tmp_path, **REFUSED[message])
+    with pytest.raises(ConfigError, match=message) as error:
         load_tokenizer(folder)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_published_tokenizers_lie_within_the_bounds(tmp_path: Path) -> None:
-    """What SentencePiece models are converted to, and what a run saves that has padded batches."""
+def test_published_tokenizers_are_within_the_bounds(tmp_path: Path) -> None:
+    """Normalizers of converted SentencePiece models, and padding of a saved tokenizer."""
     steps = [
         {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"} for _ in range(12)
     ]
@@ -181,11 +178,11 @@ def test_published_tokenizers_lie_within_the_bounds(tmp_path: Path) -> None:
 
 @pytest.fixture
 def panicking(tmp_path: Path) -> Tokenizer:
-    return load_tokenizer(changed_tokenizer(tmp_path, pre_tokenizer=GIVES_UP))
+    return load_tokenizer(changed_tokenizer(tmp_path, pre_tokenizer=FAILING_SPLIT))
 
 
 @pytest.mark.parametrize("text", ["x" * 34, "\ud800"])
-def test_a_text_that_the_tokenizer_cannot_process_costs_its_row(
+def test_a_text_that_the_tokenizer_cannot_process_fails_only_its_row(
     panicking: Tokenizer, text: str
 ) -> None:
     with pytest.raises(TokenizerError):
@@ -208,7 +205,7 @@ def test_a_text_that_the_tokenizer_cannot_process_costs_its_row(
     "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 )
 @pytest.mark.timeout(30)
-def test_a_model_with_a_pipe_in_the_place_of_a_file_is_refused(
+def test_a_model_with_a_pipe_instead_of_a_file_is_refused(
     model: Path, tmp_path: Path, name: str
 ) -> None:
     for path in model.iterdir():
@@ -218,9 +215,7 @@ def test_a_model_with_a_pipe_in_the_place_of_a_file_is_refused(
     assert find_model(ModelConfig(path=str(tmp_path))).problems
 
 
-def test_names_in_files_of_a_model_begin_no_line_and_are_obeyed_by_no_terminal(
-    model: Path, tmp_path: Path
-) -> None:
+def test_control_characters_in_names_are_not_printed(model: Path, tmp_path: Path) -> None:
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     name = "a\x1b[2J\nerror: forged"
@@ -231,13 +226,13 @@ def test_names_in_files_of_a_model_begin_no_line_and_are_obeyed_by_no_terminal(
     (tmp_path / "config.json").write_text(json.dumps(config))
     header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    named = find_model(ModelConfig(path=str(tmp_path))).problems
-    assert named and all(problem.isprintable() for problem in named)
+    problems_of_weights = find_model(ModelConfig(path=str(tmp_path))).problems
+    assert problems_of_weights and all(problem.isprintable() for problem in problems_of_weights)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.timeout(30)
-def test_what_is_no_regular_file_is_no_template_and_is_not_converted(
+def test_irregular_files_are_not_read_as_templates_and_not_converted(
     model: Path, tmp_path: Path, kind: str
 ) -> None:
     source = tmp_path / "source"
@@ -253,7 +248,7 @@ def test_what_is_no_regular_file_is_no_template_and_is_not_converted(
     assert not (tmp_path / "target").exists()
 
 
-def test_a_prompt_that_the_tokenizer_cannot_process_ends_a_comparison_in_a_line(
+def test_a_comparison_with_an_unprocessable_prompt_is_an_error(
     panicking: Tokenizer,
 ) -> None:
     with pytest.raises(ConfigError, match="--prompt: the tokenizer has failed"):
@@ -264,9 +259,7 @@ def test_a_prompt_that_the_tokenizer_cannot_process_ends_a_comparison_in_a_line(
 
 @pytest.mark.parametrize("layers", [10**6, 10**9, 1025])
 @pytest.mark.timeout(30)
-def test_a_model_of_a_million_layers_is_named_by_its_field(
-    model: Path, tmp_path: Path, layers: int
-) -> None:
+def test_a_model_of_a_million_layers_is_refused(model: Path, tmp_path: Path, layers: int) -> None:
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((model / "config.json").read_text())
@@ -293,13 +286,15 @@ def test_experts_of_all_layers_are_bounded_together(model: Path) -> None:
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 4096,
     }
-    says = "num_hidden_layers is 1000, supported is at most 131072 experts of all layers"
-    assert says in list(config_problems(config | {"num_hidden_layers": 1000}))
+    problem = "num_hidden_layers is 1000, supported is at most 131072 experts of all layers"
+    assert problem in list(config_problems(config | {"num_hidden_layers": 1000}))
 
 
 @settings(max_examples=effort(40, 1000))
 @given(key=st.integers(0), value=JSON)
-def test_a_config_of_any_values_is_a_model_or_is_refused(model: Path, key: int, value: Any) -> None:
+def test_a_config_with_random_values_is_a_model_or_is_refused(
+    model: Path, key: int, value: Any
+) -> None:
     config = json.loads((model / "config.json").read_text())
     changed = config | {list(config)[key % len(config)]: value}
     try:
@@ -327,7 +322,7 @@ def test_a_config_of_any_values_is_a_model_or_is_refused(model: Path, key: int, 
     ),
     value=JSON,
 )
-def test_settings_of_a_tokenizer_of_any_values_are_read_or_refused(
+def test_tokenizer_settings_with_random_values_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, name: str, key: str, value: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -341,7 +336,7 @@ def test_settings_of_a_tokenizer_of_any_values_are_read_or_refused(
 
 @settings(max_examples=effort(30, 1000))
 @given(content=JSON)
-def test_a_header_of_any_values_is_refused(
+def test_a_header_with_random_values_is_refused(
     tmp_path_factory: pytest.TempPathFactory, content: Any
 ) -> None:
     path = tmp_path_factory.mktemp("header") / "model.safetensors"

@@ -124,7 +124,7 @@ def test_a_bad_file_has_one_reason(
     assert refused(kind, tmp_path / "file") == reason
 
 
-def test_what_is_over_a_limit_is_not_decoded(tmp_path: Path) -> None:
+def test_a_file_over_a_limit_is_not_decoded(tmp_path: Path) -> None:
     assert refused(IMAGE, PNG, bytes=100) == Reason.LARGE
     assert refused(VIDEO, MOVIE, frames=19) == Reason.FRAMES
     assert refused(VIDEO, MOVIE, seconds=1.9) == Reason.SECONDS
@@ -159,49 +159,49 @@ def test_a_configuration_changes_budgets_frames_and_limits(tmp_path: Path) -> No
         Rules.from_model(model, MultimodalConfig(image_resize_scale_factor=28))
 
 
-def test_a_file_that_is_not_there_or_named_as_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_or_another_extension_is_refused(tmp_path: Path) -> None:
     assert refused(IMAGE, tmp_path / "missing.png") == Reason.MISSING
     assert refused(IMAGE, tmp_path) == Reason.MISSING
     (tmp_path / "sound.mp3").write_bytes(PNG)
     assert refused(IMAGE, tmp_path / "sound.mp3") == Reason.EXTENSION
-    # As on the web, where many a JPEG is called a PNG.
+    # Many JPEG files of the web have the extension of PNG.
     (tmp_path / "picture.png").write_bytes(JPEG)
     assert load(IMAGE, tmp_path / "picture.png", SMALL).grid == (1, 4, 6)
 
 
 @pytest.mark.parametrize("fps", [2.0, 3.0, 7.0, 10.0])
 @pytest.mark.parametrize("name", videos.FILES)
-def test_frames_of_a_compressed_video_are_those_that_were_asked_for(name: str, fps: float) -> None:
+def test_the_requested_frames_of_a_compressed_video_are_decoded(name: str, fps: float) -> None:
     rules = replace(SMALL, fps=fps, clip=Budget(1024, 1 << 24))
     for source in (videos.VIDEOS / name, (videos.VIDEOS / name).read_bytes()):
-        found = load(VIDEO, source, rules)
-        taken = rules.frames(videos.FRAMES, videos.FPS)
-        assert len(found.data) == len(taken)
-        for number, frame in zip(taken, found.data, strict=True):
-            # Apart from what compression costs; the next frame's grey is ten away.
+        video = load(VIDEO, source, rules)
+        numbers = rules.frames(videos.FRAMES, videos.FPS)
+        assert len(video.data) == len(numbers)
+        for number, frame in zip(numbers, video.data, strict=True):
+            # Compression changes grey levels by less than 2; adjacent frames differ by 10.
             assert np.abs(frame[:, :8].astype(int) - videos.frame(number)[:, :8]).mean() < 2, (
                 f"frame {number}"
             )
 
 
 @pytest.mark.parametrize("name", videos.FILES)
-def test_the_sound_of_a_compressed_video_is_heard(name: str) -> None:
+def test_the_sound_of_a_compressed_video_is_decoded(name: str) -> None:
     samples = load(AUDIO, videos.VIDEOS / name, SMALL).data
     spectrum = np.abs(np.fft.rfft(samples.astype(float)))
     assert spectrum.argmax() / len(samples) * SMALL.rate == pytest.approx(440, abs=1)
     assert len(samples) / SMALL.rate == pytest.approx(videos.FRAMES / videos.FPS, abs=0.15)
 
 
-def test_a_video_of_fewer_frames_than_its_packets_is_cut_short(
+def test_a_video_with_fewer_frames_than_packets_is_truncated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = frame_reader.decode
-    monkeypatch.setattr(frame_reader, "decode", lambda *stream: islice(real(*stream), 5))
+    decode = frame_reader.decode
+    monkeypatch.setattr(frame_reader, "decode", lambda *stream: islice(decode(*stream), 5))
     with pytest.raises(UnusableMedium, match="truncated: 5 frames, its packets say 20"):
         load(VIDEO, videos.VIDEOS / "hevc.mkv", SMALL)
 
 
-def test_what_decord_refuses_is_decoded_by_the_other_reader(
+def test_a_file_that_decord_refuses_is_decoded_by_the_other_reader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import decord
@@ -218,7 +218,7 @@ def test_what_decord_refuses_is_decoded_by_the_other_reader(
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "TIFF", "WEBP", "AVIF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_image_stands_upright_once(form: str, orientation: int) -> None:
+def test_an_orientation_is_applied_once(form: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     content = encoded(picture(32, 96), form, exif=exif)
@@ -271,7 +271,7 @@ def test_pixels_without_a_rule_are_refused(pixels: np.ndarray) -> None:
     assert refused(IMAGE, encoded(Image.fromarray(pixels), "TIFF")) == Reason.UNSUPPORTED
 
 
-def test_pixels_that_are_no_numbers_are_refused() -> None:
+def test_pixels_that_are_not_numbers_are_refused() -> None:
     pixels = RAMP.astype(np.float32)
     pixels[3, 3] = np.nan
     assert refused(IMAGE, encoded(Image.fromarray(pixels), "TIFF")) == Reason.NOT_FINITE
@@ -317,7 +317,7 @@ def test_other_images_of_sixteen_bits_have_their_high_byte() -> None:
         assert np.abs(load(IMAGE, content, SMALL).data - 255 * RAMP[..., None]).max() <= 1
 
 
-def test_a_model_without_ears_says_so() -> None:
+def test_a_sound_for_a_model_without_sound_is_refused() -> None:
     with pytest.raises(ConfigError, match="qwen3_omni_moe"):
         load(AUDIO, WAV, Rules())
 
@@ -329,13 +329,13 @@ def test_a_model_without_ears_says_so() -> None:
     ),
     st.data(),
 )
-def test_damage_is_refused_or_goes_unnoticed_but_never_raises_anything_else(
-    one: tuple[Kind, bytes], data
-) -> None:
-    kind, content = one
-    at = data.draw(st.integers(0, len(content) - 1))
+def test_damaged_content_raises_only_unusable_medium(original: tuple[Kind, bytes], data) -> None:
+    kind, content = original
+    offset = data.draw(st.integers(0, len(content) - 1))
     damaged = bytearray(content)
-    damaged[at : at + data.draw(st.integers(1, 40))] = data.draw(st.binary(min_size=0, max_size=40))
+    damaged[offset : offset + data.draw(st.integers(1, 40))] = data.draw(
+        st.binary(min_size=0, max_size=40)
+    )
     try:
         assert load(kind, bytes(damaged), SMALL).kind == kind
     except UnusableMedium as bad:
@@ -354,16 +354,16 @@ def test_damage_is_refused_or_goes_unnoticed_but_never_raises_anything_else(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_header_counts_the_tokens_that_the_content_has(kind: Kind, content: bytes) -> None:
+def test_a_header_has_the_token_count_of_the_content(kind: Kind, content: bytes) -> None:
     medium = load(kind, content, SMALL)
     assert header(kind, content, SMALL) == medium.header
     assert SMALL.tokens(medium) > 0
-    again = Medium.from_bytes(medium.to_bytes())
-    assert again.header == medium.header and np.array_equal(again.data, medium.data)
-    assert again.to_bytes() == medium.to_bytes()
+    reloaded = Medium.from_bytes(medium.to_bytes())
+    assert reloaded.header == medium.header and np.array_equal(reloaded.data, medium.data)
+    assert reloaded.to_bytes() == medium.to_bytes()
 
 
-def test_a_blob_is_a_safetensors_file_and_other_bytes_are_none() -> None:
+def test_a_blob_is_a_safetensors_file_and_other_bytes_are_refused() -> None:
     from safetensors.numpy import load as of_safetensors
 
     blob = load(IMAGE, PNG, SMALL).to_bytes()
@@ -393,7 +393,7 @@ def test_frames_of_a_video_are_drawn_evenly_and_have_their_times() -> None:
     ]
 
 
-def test_a_long_video_has_no_more_pixels_than_its_budgets() -> None:
+def test_a_long_video_stays_within_its_pixel_budget() -> None:
     tight = Rules(frame=Budget(1024, 64 * 64), clip=Budget(1024, 20 * 32 * 32), fps=10.0)
     medium = load(VIDEO, MOVIE, tight)
     assert medium.data.shape == (20, 32, 32, 3)

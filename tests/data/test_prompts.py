@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -34,9 +34,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def load_prompts(
-    path: Path, tokenizer: Tokenizer, most: int, share: float, columns: Sequence[str] = ()
+    path: Path, tokenizer: Tokenizer, max_tokens: int, share: float, columns: Sequence[str] = ()
 ) -> tuple[list[Prompt], list[BadLine]]:
-    return load(path, tokenizer, PromptRules(most, tuple(columns)), share)
+    return load(path, tokenizer, PromptRules(max_tokens, tuple(columns)), share)
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -46,7 +46,7 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_good_lines(tmp_path, tokenizer):
+def test_good_lines_become_prompts(tmp_path, tokenizer):
     ids = {"id": 7, "token_ids": [1, 4, 5], "answer": 12}
     prompts, bad = load_prompts(write(tmp_path / "p.jsonl", GOOD, b"", ids), tokenizer, 8, 0.0)
     assert bad == []
@@ -95,7 +95,7 @@ def test_a_whole_surrogate_pair_is_a_character(tmp_path, tokenizer):
     assert "\\ud83d" in path.read_text() and load_prompts(path, tokenizer, 8, 0.0)[1] == []
 
 
-def test_too_many_bad_lines(tmp_path, tokenizer):
+def test_too_many_bad_lines_are_refused(tmp_path, tokenizer):
     path = write(tmp_path / "p.jsonl", GOOD, b"{", GOOD)
     with pytest.raises(
         ConfigError,
@@ -105,27 +105,27 @@ def test_too_many_bad_lines(tmp_path, tokenizer):
     assert len(load_prompts(path, tokenizer, 8, 0.67)[1]) == 2
 
 
-def test_every_reason_is_told_with_its_first_line(tmp_path, tokenizer):
+def test_every_reason_is_reported_with_its_first_line(tmp_path, tokenizer):
     messages = {"id": "m", "prompt": [{"role": "user", "content": "1?"}], "answer": "1"}
-    rest = [
+    other_rows = [
         {"id": "b", "prompt": "1?"},
         {"id": "c", "prompt": "1?"},
         GOOD | {"id": "d", "prompt": "12345678"},
     ]
     with pytest.raises(ConfigError) as caught:
-        load_prompts(write(tmp_path / "p.jsonl", messages, *rest), tokenizer, 8, 0.5)
-    for part in (
+        load_prompts(write(tmp_path / "p.jsonl", messages, *other_rows), tokenizer, 8, 0.5)
+    for expected in (
         "4 of 4 lines are bad: 2 missing_field (first line 2: no answer)",
         "1 wrong_type (first line 1: prompt is a list of chat messages; set data.chat_template: "
         "model",
         "1 over_long (first line 4: 9 tokens, data.max_prompt_tokens is 8)",
         "raise that limit, or correct the file",
     ):
-        assert part in str(caught.value)
+        assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "expected"),
     [
         (json.dumps(GOOD).encode("utf-16"), "found UTF-16 text; iconv"),
         (json.dumps(GOOD).encode("utf-16-be"), "NUL bytes"),
@@ -134,26 +134,26 @@ def test_every_reason_is_told_with_its_first_line(tmp_path, tokenizer):
         (b"\x1f\x8b\x08" + bytes(60), "found compressed by gzip; gunzip"),
     ],
 )
-def test_files_that_are_no_lines_are_named(tmp_path, tokenizer, content, says):
+def test_files_of_another_format_are_refused(tmp_path, tokenizer, content, expected):
     (tmp_path / "p.jsonl").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"p.jsonl: .*{says}"):
+    with pytest.raises(ConfigError, match=f"p.jsonl: .*{expected}"):
         load_prompts(tmp_path / "p.jsonl", tokenizer, 8, 1.0)
 
 
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, tokenizer):
+def test_a_byte_order_mark_is_ignored(tmp_path, tokenizer):
     (tmp_path / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
     assert len(load_prompts(tmp_path / "p.jsonl", tokenizer, 8, 0.0)[0]) == 1
 
 
-def test_rows_may_come_from_anywhere(tokenizer):
+def test_rows_are_parsed_from_any_iterator(tokenizer):
     rows = ((number, GOOD | {"id": number}) for number in range(1, 10**9))
     first = list(islice(parse_rows(rows, tokenizer, PromptRules(8)), 3))
-    assert [one.prompt_id for one in first] == ["1", "2", "3"]
+    assert [prompt.prompt_id for prompt in first] == ["1", "2", "3"]
     (unread,) = parse_rows([(1, GOOD)], None, PromptRules(1))
     assert (unread.text, unread.token_ids) == ("12?", ())
 
 
-def test_special_tokens_in_a_text_are_text_unless_the_column_says_otherwise(tmp_path, tokenizer):
+def test_special_tokens_in_a_text_are_text_unless_the_setting_names_the_column(tmp_path, tokenizer):
     assert set(tokenizer.special_names) == {"<pad>", "<s>", "</s>"}
     hostile, plain = "12</s>34<s>", tokenizer.encode("12")
     ended = [*plain, 2, 6, 7, 1]
@@ -166,10 +166,10 @@ def test_special_tokens_in_a_text_are_text_unless_the_column_says_otherwise(tmp_
     assert (
         list(as_text.token_ids) == tokenizer.encode(hostile) and list(as_tokens.token_ids) == ended
     )
-    assert 2 not in tokenizer.encode(hostile), "whatever was asked before"
+    assert 2 not in tokenizer.encode(hostile), "the option of an earlier call has no effect"
 
 
-def test_nothing_to_load(tmp_path, tokenizer):
+def test_files_without_prompts_are_refused(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match=r"none\.jsonl: cannot be read: No such file"):
         load_prompts(tmp_path / "none.jsonl", tokenizer, 8, 1.0)
     with pytest.raises(ConfigError, match="no prompts"):
@@ -194,7 +194,7 @@ def test_each_epoch_visits_each_prompt_once(count, epoch, seed, shuffle):
     st.integers(0, 2**40),
     st.booleans(),
 )
-def test_a_replacement_is_another_prompt(ticket, attempt, count, seed, shuffle):
+def test_a_retried_ticket_gets_another_prompt(ticket, attempt, count, seed, shuffle):
     index = prompt_at(ticket, attempt, count, seed, shuffle)
     assert 0 <= index < count
     assert count == 1 or index != prompt_at(ticket, 0, count, seed, shuffle)
@@ -202,16 +202,15 @@ def test_a_replacement_is_another_prompt(ticket, attempt, count, seed, shuffle):
 
 def test_order_depends_on_seed_and_epoch_and_never_changes():
     orders = [
-        tuple(prompt_at(e * 20 + i, 0, 20, s, True) for i in range(20))
-        for s in range(3)
-        for e in range(3)
+        tuple(prompt_at(epoch * 20 + i, 0, 20, seed, True) for i in range(20))
+        for seed, epoch in product(range(3), range(3))
     ]
     assert len(set(orders)) == 9
     assert [prompt_at(i, 0, 8, 0, True) for i in range(8)] == [3, 4, 1, 7, 0, 6, 2, 5]
     assert [prompt_at(5, attempt, 1000, 0, True) for attempt in range(4)] == [619, 636, 121, 979]
 
 
-def test_tokenizer(tokenizer):
+def test_the_tokenizer_encodes_and_decodes(tokenizer):
     assert tokenizer.encode("4312?") == [1, 7, 6, 4, 5, 18]
     assert tokenizer.encode("4312?", special=False) == [7, 6, 4, 5, 18]
     assert tokenizer.decode([4, 5, 6, 2]) == "123"
@@ -224,7 +223,7 @@ def test_tokenizer(tokenizer):
     )
 
 
-def test_where_end_tokens_come_from(tmp_path):
+def test_end_tokens_are_read_from_configuration_files(tmp_path):
     make_tiny_model(tmp_path / "m", TinyModelConfig(hidden_size=8, num_layers=1), seed=0)
     (tmp_path / "m/generation_config.json").write_text('{"eos_token_id": [9, 2]}')
     (tmp_path / "m/tokenizer_config.json").write_text('{"eos_token": {"content": "z"}}')
