@@ -274,22 +274,22 @@ def test_the_bare_client_asks_for_what_the_episodes_had(bench):
     async def compared():
         prompt = Prompt("p", (5, 6), "?", "")
         episodes = player(parts.Instant, tokenizer, max_turns=parts.TURNS)
-        ours = await rate.played(Engine(), episodes, [prompt] * 2, at_once=2)
+        ours = await rate.play_episodes(Engine(), episodes, [prompt] * 2, concurrency=2)
         application = web.Application()
         application.router.add_post("/generate", generate)
         async with TestServer(application) as server:
             served = SimpleNamespace(server=SimpleNamespace(url=str(server.make_url("/")), key="k"))
-            return ours, await rate.replayed(served, ours.episodes, at_once=1)
+            return ours, await rate.replay_episodes(served, ours.episodes, concurrency=1)
 
     ours, bare = asyncio.run(compared())
     (first, *_), _ = ours.episodes
     assert (
-        first.heard == (5, 6)
+        first.added == (5, 6)
         and len(ours.episodes[0]) == parts.TURNS
         and bare.episodes == ours.episodes
     )
     ends = [
-        itertools.accumulate(len(turn.heard) + turn.tokens for turn in turns)
+        itertools.accumulate(len(turn.added) + turn.tokens for turn in turns)
         for turns in ours.episodes
     ]
     drawn = sorted(
@@ -302,10 +302,9 @@ def test_the_bare_client_asks_for_what_the_episodes_had(bench):
 def test_what_a_request_at_the_endpoint_takes_is_counted_in_all_its_processes(bench, tmp_path):
     endpoint = bench("agentic_endpoint")
     before = endpoint.cpu_s(os.getpid())
-    found = asyncio.run(
-        endpoint.costs(tmp_path, endpoint.Talk(turns=2, said=20, answered=10), chats=1)
-    )
-    assert len(found) == 2 and min(found) > 0
+    shape = endpoint.ChatShape(turns=2, message_tokens=20, response_tokens=10)
+    costs_s = asyncio.run(endpoint.request_costs(tmp_path, shape, chats=1))
+    assert len(costs_s) == 2 and min(costs_s) > 0
     assert endpoint.cpu_s(os.getpid()) > before
 
 

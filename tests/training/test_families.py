@@ -1,5 +1,5 @@
-"""What is known of model families: real config.json are taken, and whatever may change the
-arithmetic is refused."""
+"""Model families: published config.json files are accepted, and keys that may change the
+computation are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ QWEN3_8B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-"""As published; the other sizes differ in these keys' values."""
+"""As published. The other sizes have other values of the same keys."""
 SIZES = {
     "0.6B": (1024, 3072, 28, 16, True),
     "1.7B": (2048, 6144, 28, 16, True),
@@ -149,55 +149,55 @@ def published(size: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_published_models_are_understood(size: str):
+def test_published_models_are_accepted(size: str):
     from transformers import Qwen3Config
 
     config = published(size)
     written = Qwen3Config(**config).to_dict()
     assert written["transformers_version"].startswith("5.") and "rope_theta" not in written
-    for found in (
-        config,
-        written,
-        config | {"sliding_window": 32768, "rope_theta": 5000000, "unsloth_version": "1"},
-    ):
-        assert list(config_problems(found)) == list(config_problems(found, use="convert")) == []
-    assert (
-        spec_from_config(config) == spec_from_config(written)
-        and spec_from_config(config).rope_base == 1e6
-    )
+    changed = config | {"sliding_window": 32768, "rope_theta": 5000000, "unsloth_version": "1"}
+    for accepted in (config, written, changed):
+        assert_accepted(accepted)
+    assert spec_from_config(config) == spec_from_config(written)
+    assert spec_from_config(config).rope_base == 1e6
 
 
-def test_published_mixtures_are_understood():
+def assert_accepted(config: dict[str, Any]) -> None:
+    """The model can be trained and converted."""
+    assert list(config_problems(config)) == list(config_problems(config, use="convert")) == []
+
+
+def test_published_mixtures_are_accepted():
     from transformers import Qwen3MoeConfig
 
     written = Qwen3MoeConfig(**QWEN3_30B_A3B).to_dict()
     assert "num_local_experts" in written
-    for found in (QWEN3_30B_A3B, written):
-        assert list(config_problems(found)) == list(config_problems(found, use="convert")) == []
-        assert spec_from_config(found).experts == 128 and spec_from_config(found).inner == 768
+    for config in (QWEN3_30B_A3B, written):
+        assert_accepted(config)
+        assert spec_from_config(config).experts == 128 and spec_from_config(config).inner == 768
 
 
 @pytest.mark.parametrize("kind", ["Qwen3", "Qwen3Moe", "Llama"])
-def test_what_a_config_does_not_say_is_what_transformers_takes(kind: str):
-    """Of every key that may be missing; what the engine and the trainer would take differently is
-    refused."""
+def test_missing_keys_have_the_defaults_of_transformers(kind: str):
+    """A missing key is refused if the engine and the trainer would have different defaults."""
     install_transformers_hook()
     import transformers
 
     mixture = QWEN3_30B_A3B | {"num_attention_heads": 16}
-    whole = {"Qwen3": published("0.6B"), "Qwen3Moe": mixture, "Llama": LLAMA_3_2_1B}[kind]
-    taken = set()
-    for key in sorted({*whole} & {*FAMILIES[whole["model_type"]].rules()}):
-        found = {name: value for name, value in whole.items() if name != key}
-        if not list(config_problems(found)):
-            written = getattr(transformers, f"{kind}Config")(**deepcopy(found)).to_dict()
-            assert spec_from_config(found) == spec_from_config(written), key
-            taken.add(key)
-    assert ("num_key_value_heads" in taken) == (kind == "Llama") and "rope_theta" in taken
+    config = {"Qwen3": published("0.6B"), "Qwen3Moe": mixture, "Llama": LLAMA_3_2_1B}[kind]
+    optional_keys = set()
+    for key in sorted(config.keys() & FAMILIES[config["model_type"]].rules().keys()):
+        without_key = {name: value for name, value in config.items() if name != key}
+        if not list(config_problems(without_key)):
+            written = getattr(transformers, f"{kind}Config")(**deepcopy(without_key)).to_dict()
+            assert spec_from_config(without_key) == spec_from_config(written), key
+            optional_keys.add(key)
+    assert ("num_key_value_heads" in optional_keys) == (kind == "Llama")
+    assert "rope_theta" in optional_keys
 
 
 @pytest.mark.parametrize(
-    ("change", "place"),
+    ("change", "key"),
     [
         ({"rope_theta": None}, "rope_theta"),
         ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "rope_theta"),
@@ -208,36 +208,33 @@ def test_what_a_config_does_not_say_is_what_transformers_takes(kind: str):
         ({"rope_theta": 1e6, "rope_parameters": None}, ""),
     ],
 )
-def test_a_base_of_null_is_no_default(change: dict[str, Any], place: str):
-    """As transformers has it: the engine computes with the null that it finds."""
+def test_a_rope_base_of_null_is_not_replaced_by_the_default(change: dict[str, Any], key: str):
+    """transformers does not replace it either, so the engine computes with null."""
     from transformers import Qwen3Config
 
-    # It writes into what it is given.
-    taken = Qwen3Config(**deepcopy(QWEN3_8B | change)).rope_parameters["rope_theta"]
-    assert (taken is None) == bool(place)
-    found = list(config_problems(QWEN3_8B | change))
-    assert [line.partition(" is null, with which no engine starts")[0] for line in found] == (
-        [place] if place else []
-    )
-    assert not place or list(config_problems(QWEN3_8B | change, [place])) == []
+    # The constructor changes its arguments.
+    base = Qwen3Config(**deepcopy(QWEN3_8B | change)).rope_parameters["rope_theta"]
+    assert (base is None) == bool(key)
+    problems = list(config_problems(QWEN3_8B | change))
+    keys = [line.partition(" is null, with which no engine starts")[0] for line in problems]
+    assert keys == ([key] if key else [])
+    assert not key or list(config_problems(QWEN3_8B | change, [key])) == []
 
 
 @pytest.mark.parametrize(("config", "factor"), [(LLAMA_3_2_1B, 32.0), (LLAMA_2_7B, 1.0)])
-def test_published_llamas_are_understood(config: dict[str, Any], factor: float):
+def test_published_llamas_are_accepted(config: dict[str, Any], factor: float):
     install_transformers_hook()
     from transformers import LlamaConfig
 
     written = LlamaConfig(**deepcopy(config)).to_dict()
-    for found in (config, written):
-        assert list(config_problems(found)) == list(config_problems(found, use="convert")) == []
-    assert (
-        spec_from_config(config) == spec_from_config(written)
-        and spec_from_config(config).rope_factor == factor
-    )
+    for accepted in (config, written):
+        assert_accepted(accepted)
+    assert spec_from_config(config) == spec_from_config(written)
+    assert spec_from_config(config).rope_factor == factor
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (
             {"rope_scaling": {**LLAMA_3_2_1B["rope_scaling"], "low_freq_factor": 2.0}},
@@ -263,10 +260,9 @@ def test_published_llamas_are_understood(config: dict[str, Any], factor: float):
         ({"qk_norm": True}, "qk_norm is True, an unknown key"),
     ],
 )
-def test_other_llamas_are_refused(change: dict[str, Any], says: str):
-    assert any(says in line for line in config_problems(LLAMA_3_2_1B | change)), list(
-        config_problems(LLAMA_3_2_1B | change)
-    )
+def test_other_llamas_are_refused(change: dict[str, Any], message: str):
+    problems = list(config_problems(LLAMA_3_2_1B | change))
+    assert any(message in line for line in problems), problems
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
@@ -336,51 +332,46 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), REFUSED, ids=[str(change)[:60] for change, _ in REFUSED]
+    ("change", "message"), REFUSED, ids=[str(change)[:60] for change, _ in REFUSED]
 )
-def test_what_may_change_the_arithmetic_is_refused_by_name(
-    change: dict[str, Any], says: str | None
+def test_keys_that_may_change_the_computation_are_refused_by_name(
+    change: dict[str, Any], message: str
 ):
-    found = list(config_problems(QWEN3_8B | change))
-    if says is None:
-        assert found == []
-    else:
-        assert any(line.startswith(says) or says in line for line in found), found
-        assert all("\n" not in line for line in found)
+    problems = list(config_problems(QWEN3_8B | change))
+    assert any(message in line for line in problems), problems
+    assert all("\n" not in line for line in problems)
 
 
-def test_all_problems_are_said_at_once():
+def test_one_error_has_all_problems():
     wrong = QWEN3_8B | {
         "hidden_act": "gelu",
         "attention_bias": True,
         "logit_scale": 0.5,
         "rms_norm_eps": None,
     }
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         checked_config(wrong)
-    for part in ("hidden_act", "attention_bias", "logit_scale is 0.5", "rms_norm_eps is missing"):
-        assert part in str(caught.value)
+    texts = ("hidden_act", "attention_bias", "logit_scale is 0.5", "rms_norm_eps is missing")
+    for text in texts:
+        assert text in str(error.value)
 
 
-def test_keys_to_ignore_are_left_out_of_account():
+def test_ignored_keys_are_not_checked():
     wrong = QWEN3_8B | {
         "logit_scale": 1.0,
         "rope_scaling": {"type": "default", "factor": 1.0, "rope_theta": 1e6},
     }
     assert len(list(config_problems(wrong))) == 2
-    known = checked_config(wrong, ["logit_scale", "rope_scaling.factor"])
-    assert "logit_scale" not in known and known["rope_scaling"] == {
-        "type": "default",
-        "rope_theta": 1e6,
-    }
-    assert list(config_problems(wrong, ["hidden_size", "logit_scale", "rope_scaling"])) == [
-        "hidden_size is missing; is this a qwen3 model?"
-    ]
+    config = checked_config(wrong, ["logit_scale", "rope_scaling.factor"])
+    assert "logit_scale" not in config
+    assert config["rope_scaling"] == {"type": "default", "rope_theta": 1e6}
+    problems = list(config_problems(wrong, ["hidden_size", "logit_scale", "rope_scaling"]))
+    assert problems == ["hidden_size is missing; is this a qwen3 model?"]
     assert "model_type is missing" in next(config_problems(wrong, ["model_type"]))
 
 
-def test_transformers_takes_type_for_rope_type():
-    """Why both spellings count: the engine would apply what the trainer had overlooked."""
+def test_transformers_reads_type_as_rope_type():
+    """So both names are checked. Otherwise the engine would use a type that the trainer ignores."""
     from transformers import Qwen3Config
 
     written = Qwen3Config(**QWEN3_8B | {"rope_scaling": {"type": "yarn", **YARN}}).to_dict()
@@ -389,14 +380,14 @@ def test_transformers_takes_type_for_rope_type():
 
 
 def test_an_entry_may_be_the_import_path_of_a_class() -> None:
-    """So that a family of another package needs one line."""
+    """A family of another package needs only this path."""
     family = families._load_family("relax_hpc.examples.model_family:BiasedDecoder")
     assert family.model_type == "qwen2" and families._load_family(family) is family
     with pytest.raises(ConfigError, match=r"^FAMILIES: 'no_module:Family': importing 'no_module'"):
         families._load_family("no_module:Family")
 
 
-def test_every_rule_is_of_a_key_that_is_used():
+def test_required_keys_have_rules():
     for family in FAMILIES.values():
         assert {*family.required_keys} <= {*family.rules()}
 
@@ -405,35 +396,37 @@ def test_every_rule_is_of_a_key_that_is_used():
 def test_a_null_that_transformers_does_not_load_is_refused_by_name(
     number: int, tmp_path: Path
 ) -> None:
-    """Of every key that its sections know, also where the published file has no such key."""
+    """Each key of its sections is set to null, also if the published file has no such key."""
     install_transformers_hook()
     from transformers import AutoConfig
 
     config = (QWEN3_8B, LLAMA_3_2_1B, QWEN3_30B_A3B, QWEN3_VL, QWEN3_VL_MOE, SPEAKING)[number]
     (tmp_path / "config.json").write_text(json.dumps(config))
     AutoConfig.from_pretrained(tmp_path)
-    silent = []
-    for place, section in FAMILIES[config["model_type"]].sections().items():
+    accepted_keys = []
+    for prefix, section in FAMILIES[config["model_type"]].sections().items():
         for key in {*section.rules, *HARMLESS}:
-            changed = deepcopy(config)
-            mapping = changed
-            for name in place.split(".")[:-1]:
-                mapping = mapping[name]
             if "." in key:
                 continue
+            changed = deepcopy(config)
+            mapping = changed
+            for name in prefix.split(".")[:-1]:
+                mapping = mapping[name]
             mapping[key] = None
-            if not any(line.startswith(f"{place}{key} is") for line in config_problems(changed)):
-                (tmp_path / "config.json").write_text(json.dumps(changed))
-                silent += [] if loads(tmp_path) else [f"{place}{key}"]
-    assert not silent
+            if any(line.startswith(f"{prefix}{key} is") for line in config_problems(changed)):
+                continue
+            (tmp_path / "config.json").write_text(json.dumps(changed))
+            if not can_load(tmp_path):
+                accepted_keys.append(f"{prefix}{key}")
+    assert not accepted_keys
 
 
-def loads(directory: Path) -> bool:
+def can_load(directory: Path) -> bool:
     """Whether transformers loads the config.json in ``directory``."""
     from transformers import AutoConfig
 
     try:
         AutoConfig.from_pretrained(directory)
-    except Exception:  # its validators raise several types
+    except Exception:  # Validators raise several types.
         return False
     return True

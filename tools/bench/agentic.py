@@ -15,16 +15,17 @@ from pathlib import Path
 
 from figures import Figure, print_figures
 
-PARTS = {"rate": ("rounds", "episodes", "at_once"), "idle": ("steps",), "endpoint": ("chats",)}
-"""Parts, and what is said of each: a module agentic_PART measures it."""
+PARTS = {"rate": ("rounds", "episodes", "concurrency"), "idle": ("steps",), "endpoint": ("chats",)}
+"""Options of each part, which a module agentic_PART measures."""
 
 
-def measured(folder: Path, given: argparse.Namespace) -> Iterator[Figure]:
-    """Figures of all parts that are wanted."""
-    for part in given.parts:
-        (here := folder / part).mkdir()
-        options = {name: getattr(given, name) for name in PARTS[part]}
-        yield from importlib.import_module(f"agentic_{part}").measure(here, **options)
+def measure_parts(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    """Figures of all selected parts."""
+    for name in options.parts:
+        scratch = folder / name
+        scratch.mkdir()
+        arguments = {option: getattr(options, option) for option in PARTS[name]}
+        yield from importlib.import_module(f"agentic_{name}").measure(scratch, **arguments)
 
 
 def main() -> None:
@@ -36,23 +37,21 @@ def main() -> None:
         "--rounds",
         type=int,
         default=9,
-        help="of episodes, and as many of the bare client's, by turns",
+        help="rounds of episodes, each followed by a round of the bare client",
     )
-    parser.add_argument("--episodes", type=int, default=128, help="of a round")
-    parser.add_argument("--at_once", type=int, default=64, help="episodes at a time")
+    parser.add_argument("--episodes", type=int, default=128, help="episodes of a round")
+    parser.add_argument("--concurrency", type=int, default=64, help="episodes at the same time")
     parser.add_argument(
-        "--steps", type=int, default=24, help="of the run against slow environments"
+        "--steps", type=int, default=24, help="steps of the run with slow environments"
     )
-    parser.add_argument("--chats", type=int, default=40, help="that agents hold at the endpoint")
+    parser.add_argument("--chats", type=int, default=40, help="chats of agents at the endpoint")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    given = parser.parse_args()
-    # Processes of environments find theirs beside this file too.
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [here, os.environ.get("PYTHONPATH", "")])
-    )
+    options = parser.parse_args()
+    # Processes of environments import modules of this folder too.
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory() as folder:
-        print_figures(measured(Path(folder), given), vars(given), given.json)
+        print_figures(measure_parts(Path(folder), options), vars(options), options.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Episodes against instant environments, and a bare client that replays the same turns on the same
-SGLang server.
+"""Episodes with environments that respond instantly, compared with a bare client that replays the
+same turns on the same SGLang server.
 
-The model is tiny and random, so that a turn ends by chance, after 64 tokens in the mean. The client
-asks for as many tokens after the same words of the environment, turn by turn.
+The model is tiny and random, so a turn ends after a random number of tokens, 64 on average. For
+each turn, the client requests as many tokens after the same text of the environment.
 """
 
 from __future__ import annotations
@@ -34,73 +34,74 @@ from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.training.models.tiny_tokenizer import CHARACTERS
 
 PROMPT = 96
-"""Characters of a prompt, each a token."""
+"""Characters of a prompt. Each character is a token."""
 _BUDGET = CONTEXT // 2
 _ROOM = 1 << 17
-"""Tokens of the server's cache: more than the episodes that are under way have."""
+"""Tokens of the server's cache, more than all episodes in progress have."""
 _CLIENT_S = 600.0
-_LEAST = 0.9
+_LEAST_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn as the engine was asked for it."""
+    """A request to the engine."""
 
-    heard: tuple[int, ...]
-    """Tokens since the turn before: the prompt, or what the environment has said."""
+    added: tuple[int, ...]
+    """Tokens since the previous turn: the prompt, or the response of the environment."""
     tokens: int
-    """Tokens that were drawn."""
+    """Number of generated tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What some episodes took."""
+    """Cost of some episodes."""
 
     episodes: list[list[Turn]]
     seconds: float
     cpu_s: float
     """CPU seconds of this process."""
     cached: float
-    """Share of the tokens of requests that the server had in its cache."""
+    """Share of the requests' tokens that was in the server's cache."""
 
     @property
     def rate(self) -> float:
-        """Episodes a second."""
+        """Episodes per second."""
         return len(self.episodes) / self.seconds
 
 
-class Tally:
-    """Counts what a server had in its cache, and takes the time."""
+class CacheCounter:
+    """Counts tokens of requests and those that were in the server's cache."""
 
     def __init__(self) -> None:
-        self._asked = self._cached = 0
+        self._requested = self._cached = 0
 
-    def add(self, asked: int, cached: int | None) -> None:
-        """Add a request of so many tokens."""
-        assert cached is not None, "the server does not say what it had in its cache"
-        self._asked, self._cached = self._asked + asked, self._cached + cached
+    def add(self, requested: int, cached: int | None) -> None:
+        """Add a request with ``requested`` tokens."""
+        assert cached is not None, "the server does not report its cached tokens"
+        self._requested += requested
+        self._cached += cached
 
-    async def round(
-        self, play: Callable[[Any], Awaitable[list[Turn]]], items: Iterable[Any], at_once: int
+    async def play_round(
+        self, play: Callable[[Any], Awaitable[list[Turn]]], items: Iterable[Any], concurrency: int
     ) -> Round:
-        """Have all ``items`` played, so many at a time."""
-        left, found = iter(items), list[list[Turn]]()
+        """Play all ``items``, at most ``concurrency`` at the same time."""
+        remaining = iter(items)
+        episodes: list[list[Turn]] = []
 
-        async def go_on() -> None:
-            for item in left:
-                found.append(await play(item))
+        async def play_remaining() -> None:
+            for item in remaining:
+                episodes.append(await play(item))
 
-        begun, spent = perf_counter(), process_time()
+        started, cpu_started = perf_counter(), process_time()
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(at_once):
-                tasks.create_task(go_on())
-        return Round(
-            found, perf_counter() - begun, process_time() - spent, self._cached / self._asked
-        )
+            for _ in range(concurrency):
+                tasks.create_task(play_remaining())
+        seconds, cpu_s = perf_counter() - started, process_time() - cpu_started
+        return Round(episodes, seconds, cpu_s, self._cached / self._requested)
 
 
 def settings() -> Config:
-    """Of a run against `Instant`, on a CPU."""
+    """Settings of a run with `Instant` on a CPU."""
     config = Config(environment=EnvironmentConfig(kind="agentic_parts:Instant", max_turns=TURNS))
     config.rollout.max_new_tokens = _BUDGET
     config.rollout.engine.flags = {"max_total_tokens": _ROOM}
@@ -108,15 +109,13 @@ def settings() -> Config:
 
 
 @contextlib.asynccontextmanager
-async def served(
+async def started_engine(
     config: Config, model: Path, logs: Path
 ) -> AsyncIterator[tuple[SglangEngine, Player, Tokenizer]]:
-    """An engine with its client, and who plays episodes on it."""
+    """Yield an engine, a player of episodes, and the tokenizer."""
     tokenizer, media = load_tokenizer(model), PromptMedia(None, model, logs)
-    engine, player = (
-        SglangEngine(config, 0, model, Version(1, 0), logs),
-        make_player(config, tokenizer, media, print),
-    )
+    engine = SglangEngine(config, 0, model, Version(1, 0), logs)
+    player = make_player(config, tokenizer, media, print)
     assert player
     await engine.start()
     try:
@@ -127,101 +126,119 @@ async def served(
         await engine.close()
 
 
-async def played(
-    engine: SglangEngine, player: Player, prompts: Iterable[Prompt], at_once: int
+async def play_episodes(
+    engine: SglangEngine, player: Player, prompts: Iterable[Prompt], concurrency: int
 ) -> Round:
-    """Episodes by the loop of a rollout process, so many ``at_once``."""
-    tally = Tally()
+    """Play episodes with the loop of a rollout process."""
+    counter = CacheCounter()
 
     async def play(prompt: Prompt) -> list[Turn]:
         turns: list[Turn] = []
 
-        async def ask(request: GenerateRequest) -> Generation:
-            before = request.context_ids
-            known = sum(len(turn.heard) + turn.tokens for turn in turns)
-            made = await engine.generate(request)
-            tally.add(len(before), made.cached)
-            turns.append(
-                Turn(before[known:], len(request.prompt_ids) + len(made.token_ids) - len(before))
-            )
-            return made
+        async def generate(request: GenerateRequest) -> Generation:
+            context = request.context_ids
+            previous = sum(len(turn.added) + turn.tokens for turn in turns)
+            response = await engine.generate(request)
+            counter.add(len(context), response.cached)
+            total = len(request.prompt_ids) + len(response.token_ids)
+            turns.append(Turn(context[previous:], total - len(context)))
+            return response
 
         request = GenerateRequest(
             prompt.token_ids, prompt.prompt_id, 0, Sampling(1.0, 1.0, (), 0), _BUDGET
         )
-        made = await player.play(History(), EpisodeStart(prompt, request, ask))
-        if isinstance(made, Exception):
-            raise made
+        result = await player.play(History(), EpisodeStart(prompt, request, generate))
+        if isinstance(result, Exception):
+            raise result
         return turns
 
-    return await tally.round(play, prompts, at_once)
+    return await counter.play_round(play, prompts, concurrency)
 
 
-async def replayed(engine: SglangEngine, episodes: Iterable[list[Turn]], at_once: int) -> Round:
-    """As many tokens after the same words, turn by turn, by the least that a client can be."""
-    tally, headers = Tally(), {"Authorization": f"Bearer {engine.server.key}"}
+async def replay_episodes(
+    engine: SglangEngine, episodes: Iterable[list[Turn]], concurrency: int
+) -> Round:
+    """Request as many tokens after the same text, turn by turn, with a minimal client."""
+    counter, headers = CacheCounter(), {"Authorization": f"Bearer {engine.server.key}"}
 
     async def play(turns: list[Turn]) -> list[Turn]:
         history: list[int] = []
         for turn in turns:
-            history += turn.heard
+            history += turn.added
             sampling = {"max_new_tokens": turn.tokens, "ignore_eos": True, "temperature": 1.0}
             body = {"input_ids": history, "sampling_params": sampling, "return_logprob": True}
             async with session.post("/generate", json=body) as reply:
-                answer = await reply.json()
-            tally.add(len(history), answer["meta_info"]["cached_tokens"])
-            history += answer["output_ids"]
+                response = await reply.json()
+            counter.add(len(history), response["meta_info"]["cached_tokens"])
+            history += response["output_ids"]
         return turns
 
     timeout = aiohttp.ClientTimeout(_CLIENT_S)
     async with aiohttp.ClientSession(
         engine.server.url, headers=headers, timeout=timeout
     ) as session:
-        return await tally.round(play, episodes, at_once)
+        return await counter.play_round(play, episodes, concurrency)
 
 
 def prompts(tokenizer: Tokenizer, count: int, seed: int) -> list[Prompt]:
-    """Prompts without a common beginning."""
-    drawn = random.Random(seed)
-    texts = ("".join(drawn.choices(CHARACTERS, k=PROMPT)) for _ in range(count))
+    """Prompts without a common prefix."""
+    generator = random.Random(seed)
+    texts = ["".join(generator.choices(CHARACTERS, k=PROMPT)) for _ in range(count)]
     return [
-        Prompt(f"{seed}-{n}", tuple(tokenizer.encode(text)), text, "")
-        for n, text in enumerate(texts)
+        Prompt(f"{seed}-{number}", tuple(tokenizer.encode(text)), text, "")
+        for number, text in enumerate(texts)
     ]
 
 
-async def _rounds(
-    folder: Path, rounds: int, episodes: int, at_once: int
+async def _play_rounds(
+    folder: Path, rounds: int, episodes: int, concurrency: int
 ) -> list[tuple[Round, Round]]:
-    config, found = settings(), []
-    async with served(config, make_model(folder / "model"), folder) as (engine, player, tokenizer):
-        for number in range(-1, rounds):
-            count = at_once if number < 0 else episodes
-            ours = await played(engine, player, prompts(tokenizer, count, number), at_once)
-            bare = await replayed(engine, ours.episodes, at_once)
-            found.append((ours, bare))
-    return found[1:]
+    """Rounds of a rollout process, each with that of the bare client.
 
-
-def measure(folder: Path, rounds: int, episodes: int, at_once: int) -> Iterator[Figure]:
-    """Episodes a second, and tokens from the cache, against the bare client."""
-    found = asyncio.run(_rounds(folder, rounds, episodes, at_once))
-    for name, what in (("episodes a second", "rate"), ("tokens from the cache", "cached")):
-        shares = [getattr(ours, what) / getattr(bare, what) for ours, bare in found]
-        enough = median(shares) >= _LEAST
-        yield Figure(
-            f"{name}, of a bare client's", median(shares), "x", f">= {_LEAST}", enough, shares
-        )
-    yield _figure("episodes", "1/s", [ours.rate for ours, _ in found])
-    yield _figure(
-        "tokens of requests from the cache", "%", [100 * ours.cached for ours, _ in found]
-    )
-    for who, some in (
-        ("rollout", [ours for ours, _ in found]),
-        ("client", [bare for _, bare in found]),
+    A short first round is not returned.
+    """
+    config = settings()
+    pairs = []
+    async with started_engine(config, make_model(folder / "model"), folder) as (
+        engine,
+        player,
+        tokenizer,
     ):
-        spent = [1e3 * one.cpu_s / len(one.episodes) for one in some]
-        yield _figure(f"CPU of the {who} process, an episode of {TURNS} turns", "ms", spent)
+        for number in range(-1, rounds):
+            count = concurrency if number < 0 else episodes
+            texts = prompts(tokenizer, count, number)
+            ours = await play_episodes(engine, player, texts, concurrency)
+            bare = await replay_episodes(engine, ours.episodes, concurrency)
+            pairs.append((ours, bare))
+    return pairs[1:]
+
+
+def measure(folder: Path, rounds: int, episodes: int, concurrency: int) -> Iterator[Figure]:
+    """Episodes per second, and tokens from the cache, compared with the bare client."""
+    pairs = asyncio.run(_play_rounds(folder, rounds, episodes, concurrency))
+    rates = [ours.rate / bare.rate for ours, bare in pairs]
+    yield _share_of_client("episodes a second", rates)
+    yield _share_of_client(
+        "tokens from the cache", [ours.cached / bare.cached for ours, bare in pairs]
+    )
+    yield _figure("episodes", "1/s", [ours.rate for ours, _ in pairs])
+    cached = [100 * ours.cached for ours, _ in pairs]
+    yield _figure("tokens of requests from the cache", "%", cached)
+    yield _cpu_figure("rollout", [ours for ours, _ in pairs])
+    yield _cpu_figure("client", [bare for _, bare in pairs])
+
+
+def _share_of_client(name: str, shares: list[float]) -> Figure:
+    share = median(shares)
+    target = f">= {_LEAST_SHARE}"
+    label = f"{name}, of a bare client's"
+    return Figure(label, share, "x", target, share >= _LEAST_SHARE, shares)
+
+
+def _cpu_figure(process: str, rounds: list[Round]) -> Figure:
+    milliseconds = [1e3 * played.cpu_s / len(played.episodes) for played in rounds]
+    label = f"CPU of the {process} process, an episode of {TURNS} turns"
+    return _figure(label, "ms", milliseconds)
 
 
 def _figure(name: str, unit: str, rounds: list[float]) -> Figure:

@@ -1,11 +1,11 @@
-"""How close generation and training come to going on at the same time, by max_staleness.
+"""How well generation and training overlap, by max_staleness.
 
 Every row is a run of real processes: controller with its journal on disk, rollout, actor with its
-publisher. Only what the engine and the trainer compute is replaced by waiting, so that the ideal is
-known: a step cannot take less than max(G, T), G being the seconds of all responses of a step over
-the engine's concurrency, and T those of training; at staleness 0, without streaming, not less than
-G + T. A long response that its step has to wait for can make that impossible: `possible` is a step
-of these very responses if nothing but generating and training took any time.
+publisher. Only the computations of engine and trainer are replaced by waits, so the ideal is known.
+A step takes at least max(G, T) seconds, where G is the time of all responses of a step divided by
+the engine's concurrency, and T the time of training. At staleness 0 without streaming, it takes at
+least G + T. Long responses can make this impossible: `possible` is the time of a step with the same
+responses if only generation and training took time.
 
     python tools/bench/overlap.py --ratios 0.5 1 2 --staleness 0 1 2 4 --sigmas 0 1 --json
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import math
 import os
 import subprocess
@@ -43,33 +44,33 @@ from figures import Figure, print_result
 from overlap_bound import Bound
 
 WARM_UP_STEPS = 8
-"""First steps that are left out: the pipeline fills. As many last ones are as are ahead when all
-tickets are out."""
+"""First steps that are not measured, because the pipeline fills. The last steps, in which no ticket
+is left to start, are not measured either."""
 CONCURRENCY = 64
 GROUPS_PER_REQUEST = 2
 REQUESTS = 20
-"""In flight: as many as keep the engine's places full while some wait for their longest response.
-What waits in the engine's own line is promised to an earlier step than it comes to be made for."""
+"""Requests in flight. They keep the engine busy while some of them wait for their longest response.
+More requests would wait in the engine, and the weights would be newer than their tickets need."""
 _WINDOWS = 4
 _LONGEST = 7
-"""Tokens of a prompt and its response: all have as many."""
+"""Tokens of a prompt and its response, the same for all."""
 _RUN_S = 600.0
 CASE_NAME = "G/T {ratio:g}, sigma {sigma:g}, staleness {staleness}: ideal / step"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is simulated."""
+    """Settings of a simulated run."""
 
     ratio: float
     """G / T."""
     sigma: float
-    """Of the lognormal distribution of response times; 0: all alike."""
+    """Sigma of the lognormal distribution of response times. 0: all times are equal."""
     staleness: int
     streaming: bool
 
     def settings(self, step_s: float, steps: int) -> dict[str, Any]:
-        """Of a run in which G + T is `step_s`, in the mean over responses."""
+        """Settings of a run in which the mean of G + T is `step_s` seconds."""
         groups, samples, tokens = 32, 8, 1
         generate_s = step_s * self.ratio / (1 + self.ratio)
         mean = math.exp(self.sigma**2 / 2)
@@ -78,7 +79,7 @@ class Case:
             "sigma": self.sigma,
             "concurrency": CONCURRENCY,
         }
-        # A part of a step is trained on as soon as it is there, or all of it at once.
+        # With streaming, a window of the step is trained as soon as it is complete.
         window = groups * samples * _LONGEST // (_WINDOWS if self.streaming else 1)
         return {
             "steps": steps,
@@ -120,55 +121,49 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Seconds of a step: what is simulated, and what was measured."""
+    """Simulated and measured seconds of a step."""
 
     case: Case
     generate_s: float
     train_s: float
     possible_s: float
-    """If everything else took no time."""
+    """Seconds if only generation and training took time."""
     step_s: float
 
     @property
     def ideal_s(self) -> float:
-        """The least that a step can take."""
-        both = (self.generate_s, self.train_s)
-        return sum(both) if self.case.staleness == 0 and not self.case.streaming else max(both)
+        """Smallest possible seconds of a step."""
+        if self.case.staleness == 0 and not self.case.streaming:
+            return self.generate_s + self.train_s
+        return max(self.generate_s, self.train_s)
 
     @property
     def efficiency(self) -> float:
-        """The least over what was measured."""
+        """Smallest possible seconds, relative to those measured."""
         return self.ideal_s / self.step_s
 
 
 def measure(case: Case, step_s: float, steps: int, folder: Path) -> Result:
-    """Run `case`; means over the steps after the first ones."""
+    """Run `case`. The results are means over the steps after the warm-up."""
     folder.mkdir(parents=True)
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(case.settings(step_s, steps)))
-    words = [
-        sys.executable,
-        "-m",
-        "relax_hpc",
-        "run",
-        "--config",
-        str(file),
-        "--run_dir",
-        str(folder / "run"),
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=_RUN_S)
-    if done.returncode:
-        raise RuntimeError(f"{case}: exit code {done.returncode}: {done.stderr[-500:]}")
+    command = [sys.executable, "-m", "relax_hpc", "run", "--config", str(file)]
+    command += ["--run_dir", str(folder / "run")]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=_RUN_S)
+    if process.returncode:
+        raise RuntimeError(f"{case}: exit code {process.returncode}: {process.stderr[-500:]}")
     run = RunDir(folder / "run")
     ends = {row["step"]: row["time"] for row in read_metrics(run.root) if "reward/mean" in row}
     config = load_resolved(run.root)
     seconds = responses_s(run, config)
     possible = schedule(seconds, config, case.streaming)
     first, last = WARM_UP_STEPS, steps - 1 - (case.staleness + 1 if case.staleness else 0)
-    works = [sum(found) / config.rollout.engine.simulated.concurrency for found in seconds]
+    concurrency = config.rollout.engine.simulated.concurrency
+    generate_s = [sum(responses) / concurrency for responses in seconds]
     return Result(
         case,
-        sum(works[first + 1 : last + 1]) / (last - first),
+        sum(generate_s[first + 1 : last + 1]) / (last - first),
         config.actor.simulated_step_s,
         (possible[last] - possible[first]) / (last - first),
         (ends[last] - ends[first]) / (last - first),
@@ -176,7 +171,7 @@ def measure(case: Case, step_s: float, steps: int, folder: Path) -> Result:
 
 
 def responses_s(run: RunDir, config: Config) -> list[list[float]]:
-    """By step, how long each response takes, in the order of tickets."""
+    """Seconds of each response in the order of tickets, [step][response]."""
     engine = SimulatedEngine(config, 0, run.model, Version(1, 0))
     asyncio.run(engine.start())
     shape = config.rollout
@@ -190,13 +185,16 @@ def responses_s(run: RunDir, config: Config) -> list[list[float]]:
             yield engine.seconds(request) * len(engine.tokens(request)) / budget
 
     size = config.prompts_per_step
-    steps = (range(step * size, (step + 1) * size) for step in range(config.steps))
-    return [[found for ticket in tickets for found in seconds(ticket)] for tickets in steps]
+    steps = []
+    for step in range(config.steps):
+        tickets = range(step * size, (step + 1) * size)
+        steps.append(list(itertools.chain.from_iterable(map(seconds, tickets))))
+    return steps
 
 
 def schedule(responses: Sequence[Sequence[float]], config: Config, streaming: bool) -> list[float]:
-    """When each step would be trained if all but generating and training took no time, the queue's
-    rules kept."""
+    """Time at which each step is trained if only generation and training take time and the queue
+    keeps its rules."""
     return Bound(responses, config, _WINDOWS if streaming else 1).trained()
 
 
@@ -206,14 +204,14 @@ HEAD = (
 )
 
 
-def line_of(found: Result) -> str:
-    case = found.case
+def line_of(result: Result) -> str:
+    case = result.case
     return (
         f"{case.ratio:6.2f} {case.sigma:6.1f} {case.staleness:10d} "
         f"{'yes' if case.streaming else 'no':>10s} "
-        f"{found.generate_s:7.3f} {found.train_s:7.3f} {found.ideal_s:9.3f} "
-        f"{found.possible_s:12.3f} "
-        f"{found.step_s:8.3f} {found.efficiency:11.3f} {found.possible_s / found.step_s:14.3f}"
+        f"{result.generate_s:7.3f} {result.train_s:7.3f} {result.ideal_s:9.3f} "
+        f"{result.possible_s:12.3f} "
+        f"{result.step_s:8.3f} {result.efficiency:11.3f} {result.possible_s / result.step_s:14.3f}"
     )
 
 
@@ -226,34 +224,35 @@ def main() -> None:
         "--staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="max_staleness"
     )
     parser.add_argument(
-        "--sigmas", type=float, nargs="+", default=[0.0, 1.0], help="of the times of responses"
+        "--sigmas",
+        type=float,
+        nargs="+",
+        default=[0.0, 1.0],
+        help="sigmas of response times",
     )
     parser.add_argument("--step_s", type=float, default=1.0, help="G + T, seconds")
     parser.add_argument(
-        "--steps", type=int, default=40, help=f"of each run; the first {WARM_UP_STEPS} are left out"
+        "--steps", type=int, default=40, help=f"with {WARM_UP_STEPS} steps that are not measured"
     )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     cases = [
         Case(ratio, sigma, staleness, streaming=staleness > 0)
-        for sigma in args.sigmas
-        for staleness in args.staleness
-        for ratio in args.ratios
+        for sigma, staleness, ratio in itertools.product(args.sigmas, args.staleness, args.ratios)
     ]
     print(f"{HEAD}  load", flush=True)
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(cases):
             load_before = os.getloadavg()[0]
-            found = measure(case, args.step_s, args.steps, Path(folder) / str(number))
-            print(f"{line_of(found)}  {load_before:4.1f}", flush=True)
-            results.append(
-                asdict(found) | {"efficiency": found.efficiency, "load_before": load_before}
-            )
+            result = measure(case, args.step_s, args.steps, Path(folder) / str(number))
+            print(f"{line_of(result)}  {load_before:4.1f}", flush=True)
+            extra = {"efficiency": result.efficiency, "load_before": load_before}
+            results.append(asdict(result) | extra)
     if args.json:
         figures = [
-            Figure(CASE_NAME.format(**result["case"]), result["efficiency"], "")
-            for result in results
+            Figure(CASE_NAME.format(**values["case"]), values["efficiency"], "")
+            for values in results
         ]
         settings = {"steps": args.steps, "load_before": results[0]["load_before"]}
         print_result(figures, settings, results=results)

@@ -1,13 +1,12 @@
-"""What rollout routing replay is for, and what it costs, on small mixtures of experts.
+"""Effect and cost of rollout routing replay with small mixtures of experts.
 
     python tools/bench/routing_replay.py mismatch --seeds 0 1 2 --tokens 20000 --json
     python tools/bench/routing_replay.py cost --json
     python tools/bench/routing_replay.py learning --seeds 0 1 2 3 4 --steps 150 --keep runs/replay
 
-`mismatch`: an SGLang server in bfloat16 draws from random models, a trainer in float32 scores the
-tokens with its own routes and with the engine's. `cost`: CPU time and bytes of what is done for
-routes alone. `learning`: the quickstart with experts, its engine in bfloat16, with and without
-replay.
+`mismatch`: an SGLang server in bfloat16 samples from random models, and a trainer in float32 scores
+the tokens with its routes and with those of the engine. `cost`: CPU time and bytes for routes.
+`learning`: the quickstart with experts and an engine in bfloat16, with and without replay.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from curves import difference
@@ -42,15 +42,15 @@ from relax_hpc.training.models.tiny_tokenizer import VOCAB_SIZE
 QUICKSTART = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 SERVED = Version(1, 0)
 PROMPT, RESPONSE = 16, 200
-AT_ONCE = 64
+CONCURRENCY = 64
 SCALE = 8.0
-"""Of a random model's matrices, so that its distributions are far from even."""
+"""Factor of the matrices of a random model, so that its distributions are not uniform."""
 QWEN3_30B = RouteShape(layers=48, experts=128, chosen=8)
 LEARNS = {
     "model.tiny.num_experts": 8,
     "model.tiny.num_experts_per_tok": 2,
     "model.tiny.moe_intermediate_size": 96,
-    # SGLang gives a mixture of experts an output layer of its own.
+    # SGLang does not tie the output layer of a mixture of experts to its embedding.
     "model.tiny.tie_word_embeddings": "false",
     "algorithm.balance_coefficient": 0.01,
     "rollout.engine.dtype": "bfloat16",
@@ -63,20 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("mismatch", "cost", "learning"))
+    parser.add_argument("command", choices=("mismatch", "cost", "learning"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--tokens", type=int, default=20_000, help="drawn with each seed")
-    parser.add_argument("--rounds", type=int, default=5, help="of a step whose cost is measured")
-    parser.add_argument("--steps", type=int, default=150, help="of a run that learns")
+    parser.add_argument("--tokens", type=int, default=20_000, help="sampled with each seed")
+    parser.add_argument("--rounds", type=int, default=5, help="steps whose cost is measured")
+    parser.add_argument("--steps", type=int, default=150, help="steps of a run that learns")
     parser.add_argument(
-        "--keep", type=Path, help="folder for the run directories; default: none stays"
+        "--keep", type=Path, help="folder for the run directories; default: they are deleted"
     )
     parser.add_argument("--json", action="store_true", help="one object as the last line")
     args = parser.parse_args(argv)
     declare_fields("model.routing_replay", (ROUTES,))
     with tempfile.TemporaryDirectory() as scratch:
         root = (args.keep or Path(scratch)).absolute()
-        measure = {"mismatch": mismatch, "cost": cost, "learning": learning}[args.what]
+        measure = {"mismatch": mismatch, "cost": cost, "learning": learning}[args.command]
         figures = print_figures(
             measure(args, root), vars(args) | {"keep": str(args.keep)}, args.json
         )
@@ -87,40 +87,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def mismatch(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
-    """Differences of the trainer's log-probabilities to the engine's, and ratios, without and with
-    the routes."""
+    """Differences between log-probabilities of trainer and engine, and their ratios.
+
+    The trainer scores without and with the routes of the engine.
+    """
     from relax_hpc.training import parallel
 
     parallel.initialize_alone("cpu", 0, 600.0)
-    found: dict[bool, list[np.ndarray]] = {False: [], True: []}
-    equal = []
+    differences: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    equal_shares = []
     for seed in args.seeds:
         model = random_model(root / f"model-{seed}", seed)
-        rows = asyncio.run(drawn(model, root / f"logs-{seed}", args.tokens, seed))
-        for routed in found:
-            differences, share = compared(model, rows, routed)
-            found[routed].append(differences)
-        equal.append(share)
-    off, on = ([float(one.mean()) for one in found[routed]] for routed in (False, True))
-    less = [1.0 - after / before for before, after in zip(off, on, strict=True)]
-    tails = {
-        routed: [float(np.exp(np.quantile(one, 0.999))) for one in found[routed]]
-        for routed in found
-    }
-    tokens = sum(len(one) for one in found[True])
+        rows = asyncio.run(sample_rows(model, root / f"logs-{seed}", args.tokens, seed))
+        for routed, values in differences.items():
+            distances, share = compare_logprobs(model, rows, routed)
+            values.append(distances)
+        equal_shares.append(share)
+    off = [float(values.mean()) for values in differences[False]]
+    on = [float(values.mean()) for values in differences[True]]
+    reductions = [1.0 - after / before for before, after in zip(off, on, strict=True)]
+    reduction = mean(reductions)
+    tokens = sum(map(len, differences[True]))
     yield Figure("tokens", tokens, "", ">= 50,000", tokens >= 50_000)
-    yield Figure("routes that are equal, replayed", median(equal), "", rounds=equal)
+    yield Figure("routes that are equal, replayed", median(equal_shares), "", rounds=equal_shares)
     yield Figure("mean mismatch, off", mean(off), "nats", rounds=off)
     yield Figure("mean mismatch, on", mean(on), "nats", rounds=on)
-    yield Figure("mean mismatch, less by", mean(less), "", ">= 0.25", mean(less) >= 0.25, less)
+    yield Figure("mean mismatch, less by", reduction, "", ">= 0.25", reduction >= 0.25, reductions)
     for routed, name in ((False, "off"), (True, "on")):
-        whole = float(np.exp(np.quantile(np.concatenate(found[routed]), 0.999)))
-        target = ("< 1.2", whole < 1.2) if routed else (None, None)
-        yield Figure(f"99.9 % quantile of the ratio, {name}", whole, "", *target, tails[routed])
+        ratio = ratio_tail(np.concatenate(differences[routed]))
+        tails = list(map(ratio_tail, differences[routed]))
+        target = ("< 1.2", ratio < 1.2) if routed else (None, None)
+        yield Figure(f"99.9 % quantile of the ratio, {name}", ratio, "", *target, tails)
+
+
+def ratio_tail(differences: np.ndarray) -> float:
+    """99.9 % quantile of the ratios of probabilities, from differences of log-probabilities."""
+    return float(np.exp(np.quantile(differences, 0.999)))
 
 
 def random_model(directory: Path, seed: int) -> Path:
-    """Four layers of 16 experts, four of them for each token."""
+    """Write a model with four layers of 16 experts, of which each token has four."""
     from safetensors.torch import load_file, save_file
 
     shape = TinyModelConfig(
@@ -133,67 +139,72 @@ def random_model(directory: Path, seed: int) -> Path:
     return directory
 
 
-async def drawn(model: Path, logs: Path, tokens: int, seed: int) -> list[dict[str, Any]]:
-    """Rows of responses with at least so many tokens."""
+async def sample_rows(model: Path, logs: Path, tokens: int, seed: int) -> list[dict[str, Any]]:
+    """Rows whose responses have at least ``tokens`` tokens together."""
     config = Config(seed=seed)
     config.model.routing_replay, config.rollout.engine.dtype = "on", "bfloat16"
     config.rollout.engine.flags = {
         "max_total_tokens": 32_768,
-        "max_running_requests": AT_ONCE,
+        "max_running_requests": CONCURRENCY,
         "log_level": "error",
     }
     engine = make_engine(config, 0, model, SERVED, logs)
-    draw, rows = np.random.default_rng(seed), list[dict[str, Any]]()
+    generator = np.random.default_rng(seed)
+    rows: list[dict[str, Any]] = []
     await engine.start()
     try:
-        while sum(len(row["drawn"]) for row in rows) < tokens:
-            prompts = [tuple(draw.integers(3, VOCAB_SIZE, PROMPT).tolist()) for _ in range(AT_ONCE)]
+        while sum(len(row["logprobs"]) for row in rows) < tokens:
+            prompts = generator.integers(3, VOCAB_SIZE, (CONCURRENCY, PROMPT)).tolist()
             sampling = Sampling(1.0, 1.0, (), seed)
             requests = [
-                GenerateRequest(prompt, "", k, sampling, RESPONSE)
-                for k, prompt in enumerate(prompts)
+                GenerateRequest(tuple(prompt), "", number, sampling, RESPONSE)
+                for number, prompt in enumerate(prompts)
             ]
-            answers = await asyncio.gather(*map(engine.generate, requests))
-            rows += [
-                row_of(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)
-            ]
+            responses = await asyncio.gather(*map(engine.generate, requests))
+            rows += map(row_of, prompts, responses)
     finally:
         await engine.close()
     return rows
 
 
-def row_of(prompt: tuple[int, ...], answer: Generation) -> dict[str, Any]:
-    """What the trainer needs of a response."""
-    routes = np.concatenate([answer.before[NAME], answer.extras[NAME]])
-    ids = np.array([*prompt, *answer.token_ids], np.int32)
-    return {"token_ids": ids, NAME: routes, "drawn": np.array(answer.logprobs, np.float32)}
+def row_of(prompt: Sequence[int], response: Generation) -> dict[str, Any]:
+    """Tokens, routes, and log-probabilities of the response by the engine."""
+    routes = np.concatenate([response.before[NAME], response.extras[NAME]])
+    ids = np.array([*prompt, *response.token_ids], np.int32)
+    return {"token_ids": ids, NAME: routes, "logprobs": np.array(response.logprobs, np.float32)}
 
 
-def compared(model: Path, rows: Sequence[dict[str, Any]], routed: bool) -> tuple[np.ndarray, float]:
-    """Of all sampled tokens |log-probability - the engine's|, and which share of the routes was the
-    same."""
+def compare_logprobs(
+    model: Path, rows: Sequence[dict[str, Any]], routed: bool
+) -> tuple[np.ndarray, float]:
+    """Absolute differences between log-probabilities of trainer and engine for all sampled tokens,
+    and the share of routes that are equal.
+
+    ``routed``: the trainer uses the routes of the engine.
+    """
     from relax_hpc.training.models.batches import collate
     from relax_hpc.training.route_agreement import RouteAgreement
 
-    policy, found = policy_of(model, ActorConfig()), []
-    same = np.zeros(2)
+    policy = policy_of(model, ActorConfig())
+    differences = []
+    # Number of equal routes and of all routes.
+    counts = np.zeros(2)
     for start in range(0, len(rows), 16):
-        part = rows[start : start + 16]
-        batch = collate(part, 0, "cpu", also=policy.row_fields)
+        samples = rows[start : start + 16]
+        batch = collate(samples, 0, "cpu", also=policy.row_fields)
         (values,) = policy.batch_logprobs([batch], 1.0, routed)
-        for line, row in zip(values.numpy(), part, strict=True):
-            drawn = row["drawn"]
-            found.append(
-                np.abs(line[len(row["token_ids"]) - len(drawn) : len(row["token_ids"])] - drawn)
-            )
-        agreement = RouteAgreement([len(row["token_ids"]) for row in part])
-        agreement.add(batch, range(len(part)), policy.pack_split, policy.router_tokens(batch))
-        same += agreement.table.sum(1).numpy()
-    return np.concatenate(found), float(same[0] / max(same[1], 1.0))
+        lengths = [len(row["token_ids"]) for row in samples]
+        for line, row, length in zip(values.numpy(), samples, lengths, strict=True):
+            expected = row["logprobs"]
+            differences.append(np.abs(line[length - len(expected) : length] - expected))
+        agreement = RouteAgreement(lengths)
+        agreement.add(batch, range(len(samples)), policy.pack_split, policy.router_tokens(batch))
+        counts += agreement.table.sum(1).numpy()
+    return np.concatenate(differences), float(counts[0] / max(counts[1], 1.0))
 
 
 def policy_of(model: Path, actor: ActorConfig, replay: str = "on") -> Any:
-    """In float32."""
+    """The model in float32."""
     from relax_hpc.training.model import PolicyModel
     from relax_hpc.training.models.hf_files import read_config
 
@@ -208,7 +219,7 @@ def policy_of(model: Path, actor: ActorConfig, replay: str = "on") -> Any:
 
 
 def cost(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
-    """CPU time of a step and of what of it is done for routes alone; bytes of rows."""
+    """CPU time of a step, and of the functions in it that handle routes; bytes of rows."""
     from relax_hpc.training import parallel
 
     parallel.initialize_alone("cpu", 0, 600.0)
@@ -223,37 +234,37 @@ def cost(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
     shape.num_experts_per_tok, shape.moe_intermediate_size = 4, 256
     make_tiny_model(root / "model", shape, 0)
     layout = RouteShape(shape.num_layers, shape.num_experts, shape.num_experts_per_tok)
-    answers = [answer_of(layout, seed) for seed in range(8)]
+    responses = [random_response(layout, seed) for seed in range(8)]
     steps = {replay: step_of(root / "model", replay) for replay in ("on", "off")}
-    shares, whole = [], {replay: list[float]() for replay in steps}
+    shares: list[float] = []
+    step_s: dict[str, list[float]] = {replay: [] for replay in steps}
     for number in range(args.rounds + 1):
         for replay, step in steps.items():
-            with own_time(replay == "on") as own:
-                spent = time.process_time()
-                step(layout, answers)
-                spent = time.process_time() - spent
+            with timed_routes(replay == "on") as times:
+                started = time.process_time()
+                step(layout, responses)
+                spent_s = time.process_time() - started
+            # The first round loads code and is not counted.
             if number and replay == "on":
-                shares.append(own[0] / spent)
+                shares.append(times.routes_s / spent_s)
             if number:
-                whole[replay].append(spent)
-    yield Figure("step, on", median(whole["on"]), "CPU s", rounds=whole["on"])
-    yield Figure("step, off", median(whole["off"]), "CPU s", rounds=whole["off"])
-    yield Figure(
-        "R3's own CPU time of a step", median(shares), "", "< 0.01", median(shares) < 0.01, shares
-    )
+                step_s[replay].append(spent_s)
+    yield Figure("step, on", median(step_s["on"]), "CPU s", rounds=step_s["on"])
+    yield Figure("step, off", median(step_s["off"]), "CPU s", rounds=step_s["off"])
+    share = median(shares)
+    yield Figure("R3's own CPU time of a step", share, "", "< 0.01", share < 0.01, shares)
     yield from sizes(args)
 
 
-def answer_of(shape: RouteShape, seed: int) -> dict[str, Any]:
-    """As SGLang gives it: the last piece of a response."""
+def random_response(shape: RouteShape, seed: int) -> dict[str, Any]:
+    """Last piece of a response in the format of SGLang."""
     import base64
 
-    draw = np.random.default_rng(seed)
-    chosen = draw.random((PROMPT + RESPONSE - 1, shape.layers, shape.experts)).argsort(-1)[
-        ..., : shape.chosen
-    ]
+    generator = np.random.default_rng(seed)
+    scores = generator.random((PROMPT + RESPONSE - 1, shape.layers, shape.experts))
+    chosen = scores.argsort(-1)[..., : shape.chosen]
     routes = base64.b64encode(chosen.astype("<i4").tobytes()).decode()
-    ids = draw.integers(3, VOCAB_SIZE, RESPONSE).tolist()
+    ids = generator.integers(3, VOCAB_SIZE, RESPONSE).tolist()
     meta = {"finish_reason": {"type": "length"}, "weight_version": str(SERVED), NAME: routes}
     return {
         "output_ids": ids,
@@ -262,8 +273,7 @@ def answer_of(shape: RouteShape, seed: int) -> dict[str, Any]:
 
 
 def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str, Any]]], None]:
-    """What is done with responses from the engine's answer to the optimizer's step, scored once and
-    trained once."""
+    """Function that takes responses of the engine and scores and trains them once."""
     from relax_hpc.algorithms import Grpo
     from relax_hpc.data.prompts import Prompt
     from relax_hpc.queue.plan import UNSCORED
@@ -278,17 +288,22 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
     trainer = Trainer.from_settings(policy, Grpo(), ActorConfig(), 1.0)
     prompt = Prompt("p", tuple(range(3, 3 + PROMPT)), "", "")
 
-    async def generations(shape: RouteShape, answers: Sequence[dict[str, Any]]) -> list[Generation]:
-        found = []
-        for k, answer in enumerate(answers):
-            request = GenerateRequest(prompt.token_ids, "p", k, Sampling(1.0, 1.0, (), 0), RESPONSE)
+    async def read_responses(
+        shape: RouteShape, responses: Sequence[dict[str, Any]]
+    ) -> dict[int, Generation]:
+        """Results by the number of the sample."""
+        results = {}
+        for number, piece in enumerate(responses):
+            request = GenerateRequest(
+                prompt.token_ids, "p", number, Sampling(1.0, 1.0, (), 0), RESPONSE
+            )
             response = StreamedResponse(request, SERVED, shape if replay == "on" else None)
-            response.add(answer)
-            found.append(await response.answer)
-        return found
+            response.add(piece)
+            results[number] = await response.answer
+        return results
 
-    def step(shape: RouteShape, answers: Sequence[dict[str, Any]]) -> None:
-        rows = rows_of(prompt, 0, dict(enumerate(asyncio.run(generations(shape, answers)))))
+    def step(shape: RouteShape, responses: Sequence[dict[str, Any]]) -> None:
+        rows = rows_of(prompt, 0, asyncio.run(read_responses(shape, responses)))
         also = (NAME,) if replay == "on" else ()
         assert not also or bad_routes(shape, rows) is None
         rows = list(unpack(pack(rows, (*UNSCORED, *also), {})).values())
@@ -306,153 +321,155 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
     return step
 
 
+@dataclass(slots=True)
+class RouteTimes:
+    """CPU seconds in functions that handle routes."""
+
+    routes_s: float = 0.0
+    choice_s: float = 0.0
+    """Seconds in which routers choose experts. They do this without replay too."""
+
+    def time_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that adds its time, without that of choices in it."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started, choice_before_s = time.process_time(), self.choice_s
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total_s = time.process_time() - started
+                self.routes_s += total_s - (self.choice_s - choice_before_s)
+
+        return timed
+
+    def time_choice(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """A router's choice of experts that adds its time to `choice_s`."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.process_time()
+            chosen = compute(*args, **kwargs)
+            self.choice_s += time.process_time() - started
+            return chosen
+
+        return timed
+
+    def time_replay(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`RoutedLayer.get_replay_topk`, whose last argument is the router's choice."""
+        timed = self.time_function(function)
+
+        def timed_without_choice(*args: Any) -> Any:
+            return timed(*args[:-1], self.time_choice(args[-1]))
+
+        return timed_without_choice
+
+
 @contextmanager
-def own_time(on: bool) -> Iterator[list[float]]:
-    """CPU seconds that are spent on routes while the body runs, in a list of one."""
+def timed_routes(enabled: bool) -> Iterator[RouteTimes]:
+    """If ``enabled``, measure the functions that handle routes while the block runs."""
     from relax_hpc.rollout import rows
     from relax_hpc.rollout.engines.sglang import stream
     from relax_hpc.training import route_agreement
     from relax_hpc.training.model import PolicyModel
     from relax_hpc.training.models.replay import RoutedLayer
 
-    spent, inner = [0.0], [0.0]
-
-    def timed(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        begun, before = time.process_time(), inner[0]
-        try:
-            return function(*args, **named)
-        finally:
-            spent[0] += time.process_time() - begun - (inner[0] - before)
-
-    def choosing(
-        function: Callable[..., Any], layer: Any, scores: Any, topk: int, *about: Any
-    ) -> Any:
-        """Without the choice that the router would make in any case."""
-        *groups, compute = about
-
-        def counted(*args: Any, **named: Any) -> Any:
-            begun = time.process_time()
-            found = compute(*args, **named)
-            inner[0] += time.process_time() - begun
-            return found
-
-        return timed(function, layer, scores, topk, *groups, counted)
-
-    places = [
+    times = RouteTimes()
+    functions: list[tuple[Any, str]] = [
         (stream.ReceivedRoutes, "add"),
         (stream.StreamedResponse, "_all_routes"),
         (rows, "_extras"),
-        (RouteShape, "fault"),
-    ]
-    places += [
+        (RouteShape, "find_fault"),
         (PolicyModel, "_batch_routes"),
         (route_agreement.RouteAgreement, "add"),
         (route_agreement.RouteAgreement, "shares"),
     ]
-    real = [
-        (place, name, getattr(place, name))
-        for place, name in [*places, (RoutedLayer, "get_replay_topk")]
-    ]
-    for place, name, function in real if on else ():
-        how = choosing if name == "get_replay_topk" else timed
-        setattr(place, name, _bound(how, function))
-    try:
-        yield spent
-    finally:
-        for place, name, function in real:
-            setattr(place, name, function)
-
-
-def _bound(how: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **named: how(function, *args, **named)
+    with ExitStack() as patches:
+        if enabled:
+            for owner, name in functions:
+                timed = times.time_function(getattr(owner, name))
+                patches.enter_context(patch.object(owner, name, timed))
+            replay = times.time_replay(RoutedLayer.get_replay_topk)
+            patches.enter_context(patch.object(RoutedLayer, "get_replay_topk", replay))
+        yield times
 
 
 def sizes(args: argparse.Namespace) -> Iterator[Figure]:
-    """Of rows of a model as Qwen3-30B-A3B."""
+    """Bytes of rows of a model with the shape of Qwen3-30B-A3B."""
     from relax_hpc.queue.plan import UNSCORED
     from relax_hpc.queue.storage.shard import pack
 
     row = {
         "row_id": "000000000.00.00",
         "prompt_id": "p",
-        **{
-            "ticket": 0,
-            "episode": 0,
-            "row": 0,
-            "prompt_len": 200,
-            "spans": [],
-            "finish_reason": "stop",
-        },
+        "ticket": 0,
+        "episode": 0,
+        "row": 0,
+        "prompt_len": 200,
+        "spans": [],
+        "finish_reason": "stop",
         "token_ids": np.zeros(2000, np.int32),
         "loss_mask": np.ones(2000, np.uint8),
         "rollout_logprobs": np.zeros(2000, np.float32),
         "token_versions": np.ones(2000, np.int32),
         NAME: QWEN3_30B.without_routes(2000),
     }
-    with_routes, without = (
-        len(pack([row], fields, {})) for fields in ((*UNSCORED, NAME), UNSCORED)
+    bytes_without_routes = len(pack([row], UNSCORED, {}))
+    bytes_with_routes = len(pack([row], (*UNSCORED, NAME), {}))
+    token_bytes = row[NAME][0].nbytes
+    int32_bytes = 4 * QWEN3_30B.layers * QWEN3_30B.chosen
+    share = token_bytes / int32_bytes
+    yield Figure("bytes of a token's routes, 48 layers of 8 experts", token_bytes, "B")
+    yield Figure("the same, against int32", share, "", "0.25", share == 0.25)
+    yield Figure(
+        "routes' share of the queue's bytes", 1 - bytes_without_routes / bytes_with_routes, ""
     )
-    token, wide = row[NAME][0].nbytes, 4 * QWEN3_30B.layers * QWEN3_30B.chosen
-    yield Figure("bytes of a token's routes, 48 layers of 8 experts", token, "B")
-    yield Figure("the same, against int32", token / wide, "", "0.25", token * 4 == wide)
-    yield Figure("routes' share of the queue's bytes", 1 - without / with_routes, "")
 
 
 # -- learning --------------------------------------------------------------------------------------
 
 
 def learning(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
-    """Final held-out scores of the quickstart with experts, and the largest tail of ratios, by
-    `routing_replay`."""
+    """Final held-out scores of the quickstart with experts, and the tail of ratios.
+
+    Runs are made with and without replay.
+    """
     from relax_hpc.base.metrics.read import read_metrics
 
     finals: dict[str, list[float]] = {"on": [], "off": []}
     tails: dict[str, list[float]] = {"on": [], "off": []}
     for seed in args.seeds:
-        for replay, found in finals.items():
-            run = learned(root / f"{replay}-seed-{seed}", replay, seed, args.steps)
-            found.append(scores(run)[args.steps])
-            ratios = [
-                row["parity/ratio_p999"] for row in read_metrics(run) if "parity/ratio_p999" in row
-            ]
-            tails[replay].append(median(ratios))
+        for replay in finals:
+            run = train(root / f"{replay}-seed-{seed}", replay, seed, args.steps)
+            finals[replay].append(scores(run)[args.steps])
+            tag = "parity/ratio_p999"
+            tails[replay].append(median(row[tag] for row in read_metrics(run) if tag in row))
     for replay in finals:
         yield Figure(f"held-out, {replay}", mean(finals[replay]), "", rounds=finals[replay])
-        yield Figure(
-            f"99.9 % quantile of the ratio, {replay}", mean(tails[replay]), "", rounds=tails[replay]
-        )
+        name = f"99.9 % quantile of the ratio, {replay}"
+        yield Figure(name, mean(tails[replay]), "", rounds=tails[replay])
     apart, low, high = difference(finals["on"], finals["off"])
     yield Figure("held-out, on - off", apart, "")
     yield Figure("95 % interval, from", low, "")
     yield Figure("95 % interval, to", high, "")
 
 
-def learned(directory: Path, replay: str, seed: int, steps: int) -> Path:
-    """A run directory; one that is there and finished is not made again."""
+def train(directory: Path, replay: str, seed: int, steps: int) -> Path:
+    """Make a run in ``directory``, if it has no finished one. Return the directory."""
+    if finished(directory, steps):
+        return directory
     options = {
         "run_dir": directory,
         "seed": seed,
         "steps": steps,
         "checkpoint.every": steps,
         "eval.every": steps,
+        "model.routing_replay": replay,
+        **LEARNS,
     }
-    options |= {"model.routing_replay": replay, **LEARNS}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    if not finished(directory, steps):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with (directory.parent / f"{directory.name}.txt").open("a") as output:
-            command = [
-                sys.executable,
-                "-m",
-                "relax_hpc",
-                "run",
-                "--config",
-                str(QUICKSTART),
-                *words,
-            ]
-            partial(subprocess.run, check=True, timeout=RUN_S)(
-                command, stdout=output, stderr=output
-            )
+    command = [sys.executable, "-m", "relax_hpc", "run", "--config", str(QUICKSTART)]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with (directory.parent / f"{directory.name}.txt").open("a") as output:
+        subprocess.run(command, check=True, timeout=RUN_S, stdout=output, stderr=output)
     return directory
 
 
