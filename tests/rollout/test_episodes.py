@@ -1,11 +1,12 @@
-"""Episodes of one row or several, and tokens in them that nobody sampled: advantages, losses,
-versions."""
+"""Episodes of one row or several, and their tokens that the policy has not sampled: advantages,
+losses and versions."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +46,7 @@ PER_TOKEN = [
 
 
 def row_of(name: str, seed: int, length: int = 12) -> Row:
-    """A row two of whose tokens somebody else has put between those of the policy, and a boundary
-    behind them."""
+    """A row with random values. Its two middle tokens are not sampled, and some further ones."""
     draw = np.random.default_rng(seed)
     mask = (draw.random(length) < 0.7).astype(np.uint8)
     mask[[0, 1, length // 2 - 1, length // 2]] = 0
@@ -69,21 +69,21 @@ def row_of(name: str, seed: int, length: int = 12) -> Row:
     }
 
 
-def cut(row: Row, pieces: int) -> list[Row]:
-    """``row`` as so many rows of the same episode, cut where nobody sampled; what is said of all of
-    it stays."""
+def split_episode(row: Row, pieces: int) -> list[Row]:
+    """``row`` as several rows of the same episode, split at tokens that are not sampled. Values of
+    the whole row are copied to each."""
     length = len(row["token_ids"])
     ends = [0, *{1: [], 2: [length // 2], 3: [2, length // 2]}[pieces], length]
     ticket, episode, _ = parse_row_id(row["row_id"])
     rows = []
     for number, (start, end) in enumerate(pairwise(ends)):
-        part = {
+        piece = {
             name: value[start:end] if isinstance(value, np.ndarray) else value
             for name, value in row.items()
         }
         rows.append(
             {
-                **part,
+                **piece,
                 "row_id": row_id(ticket, episode, number),
                 "prompt_len": 2 if start == 0 else 1,
             }
@@ -96,19 +96,22 @@ groups = st.lists(st.integers(1, 3), min_size=2, max_size=4).flatmap(
 )
 
 
-def whole_and_cut(pieces: Sequence[int], seed: int) -> tuple[list[Row], list[Row]]:
-    """Two prompts of as many episodes as there are ``pieces``, and the same with each episode cut
-    into so many."""
-    whole = [row_of(row_id(t, k), seed + 10 * t + k) for t in (4, 5) for k in range(len(pieces))]
-    return whole, [
-        part for row, count in zip(whole, [*pieces] * 2, strict=True) for part in cut(row, count)
-    ]
+def whole_and_split(pieces: Sequence[int], seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows of two prompts with an episode for each number in ``pieces``, and the same rows with each
+    episode split into that number of rows."""
+    whole, split_rows = list[Row](), list[Row]()
+    for ticket, (k, count) in itertools.product((4, 5), enumerate(pieces)):
+        row = row_of(row_id(ticket, k), seed + 10 * ticket + k)
+        whole.append(row)
+        split_rows += split_episode(row, count)
+    return whole, split_rows
 
 
-def test_rows_are_told_apart_by_their_ids() -> None:
-    whole, parts = whole_and_cut([1, 2, 3], seed=0)
-    assert [[len(episode) for episode in prompt] for prompt in nest_rows(parts)] == [[1, 2, 3]] * 2
-    assert [row for prompt in nest_rows(parts) for episode in prompt for row in episode] == parts
+def test_rows_are_nested_by_their_ids() -> None:
+    whole, split_rows = whole_and_split([1, 2, 3], seed=0)
+    prompts = nest_rows(split_rows)
+    assert [[len(episode) for episode in prompt] for prompt in prompts] == [[1, 2, 3]] * 2
+    assert [*chain.from_iterable(chain.from_iterable(prompts))] == split_rows
     assert [[len(episode) for episode in prompt] for prompt in nest_rows(whole)] == [[1, 1, 1]] * 2
 
 
@@ -117,8 +120,8 @@ def test_rows_are_told_apart_by_their_ids() -> None:
 
 def test_an_episodes_reward_counts_once_and_all_of_its_rows_have_its_advantage() -> None:
     """Rewards 0, 1, 5 of episodes of 1, 2 and 3 rows: deviations -2, -1, 3, unbiased variance 7."""
-    _, parts = whole_and_cut([1, 2, 3], seed=1)
-    for row in parts:
+    _, rows = whole_and_split([1, 2, 3], seed=1)
+    for row in rows:
         row["reward"] = (0.0, 1.0, 5.0)[parse_row_id(row["row_id"])[1]]
     expected = {
         "grpo": np.array([-2, -1, 3]) / 7**0.5,
@@ -126,11 +129,17 @@ def test_an_episodes_reward_counts_once_and_all_of_its_rows_have_its_advantage()
         "rloo": np.array([-3, -1.5, 4.5]),
     }
     for name, values in expected.items():
-        made = advantages_of(parts, ALGORITHMS[name](), seed=0)
-        assert [one["row_id"] for one in made] == [row["row_id"] for row in parts]
-        for one, row in zip(made, parts, strict=True):
+        fields = advantages_of(rows, ALGORITHMS[name](), seed=0)
+        assert [field["row_id"] for field in fields] == [row["row_id"] for row in rows]
+        for field, row in zip(fields, rows, strict=True):
             value = values[parse_row_id(row["row_id"])[1]]
-            assert one["advantages"] == pytest.approx(value * row["loss_mask"], rel=1e-6)
+            assert field["advantages"] == pytest.approx(value * row["loss_mask"], rel=1e-6)
+
+
+def joined_advantages(rows: list[Row], algorithm: Algorithm) -> np.ndarray:
+    """Advantages of all tokens of ``rows``: [tokens]."""
+    fields = advantages_of(rows, algorithm, seed=3)
+    return np.concatenate([field["advantages"] for field in fields])
 
 
 @settings(max_examples=40, deadline=None)
@@ -139,12 +148,13 @@ def test_an_episodes_reward_counts_once_and_all_of_its_rows_have_its_advantage()
     st.sampled_from([name for name, kind in ALGORITHMS.items() if not kind.sequences]),
     st.booleans(),
 )
-def test_advantages_do_not_know_where_an_episode_was_cut(group, name: str, shuffle: bool) -> None:
-    whole, parts = whole_and_cut(*group)
+def test_advantages_do_not_depend_on_the_split_of_an_episode(
+    group, name: str, shuffle: bool
+) -> None:
+    whole, split_rows = whole_and_split(*group)
     algorithm = ALGORITHMS[name](shuffle_rewards=shuffle)
-    found, expected = (advantages_of(rows, algorithm, seed=3) for rows in (parts, whole))
     assert np.array_equal(
-        *(np.concatenate([row["advantages"] for row in made]) for made in (found, expected))
+        joined_advantages(split_rows, algorithm), joined_advantages(whole, algorithm)
     )
 
 
@@ -152,11 +162,9 @@ def test_advantages_do_not_know_where_an_episode_was_cut(group, name: str, shuff
 @given(groups)
 def test_a_penalty_in_the_reward_counts_for_earlier_rows_of_the_episode_too(group) -> None:
     algorithm = ReinforcePP(kl_in_reward=0.2)
-    found, expected = (
-        advantages_of(rows, algorithm, seed=3) for rows in reversed(whole_and_cut(*group))
-    )
-    made = [np.concatenate([row["advantages"] for row in rows]) for rows in (found, expected)]
-    assert np.array_equal(*made) and made[0].any()
+    whole, split_rows = whole_and_split(*group)
+    advantages = joined_advantages(split_rows, algorithm)
+    assert np.array_equal(advantages, joined_advantages(whole, algorithm)) and advantages.any()
 
 
 # -- losses ----------------------------------------------------------------------------------------
@@ -173,8 +181,8 @@ def losses(
     from relax_hpc.training.models.batches import collate, count_episode_tokens
     from relax_hpc.training.trainer import token_batch
 
-    made = advantages_of(rows, algorithm, seed=0)
-    rows = [row | one for row, one in zip(rows, made, strict=True)]
+    advantages = advantages_of(rows, algorithm, seed=0)
+    rows = [row | fields for row, fields in zip(rows, advantages, strict=True)]
     counts, totals, slopes = count_episode_tokens(rows), dict[str, float](), dict[int, np.ndarray]()
     for first in range(batches):
         numbers = list(range(first, len(rows), batches))
@@ -204,43 +212,40 @@ def losses(
     st.sampled_from([KlConfig(), KlConfig(coefficient=0.1)]),
     st.integers(1, 3),
 )
-def test_losses_do_not_know_where_an_episode_was_cut(
+def test_losses_do_not_depend_on_the_split_of_an_episode(
     group, name: str, reduction, kl: KlConfig, batches: int
 ) -> None:
     algorithm = ALGORITHMS[name](reduction=reduction, kl=kl)
-    whole, parts = whole_and_cut(*group)
-    (expected, slopes), (found, cut_slopes) = (
-        losses(whole, algorithm, 1),
-        losses(parts, algorithm, batches),
-    )
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    assert cut_slopes == pytest.approx(slopes, rel=1e-6, abs=1e-9)
-    assert expected["episodes"] == len(whole) and found["episodes"] == pytest.approx(
-        len(whole), rel=1e-6
-    )
+    whole, split_rows = whole_and_split(*group)
+    expected, slopes = losses(whole, algorithm, 1)
+    sums, split_slopes = losses(split_rows, algorithm, batches)
+    assert sums == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert split_slopes == pytest.approx(slopes, rel=1e-6, abs=1e-9)
+    assert expected["episodes"] == len(whole)
+    assert sums["episodes"] == pytest.approx(len(whole), rel=1e-6)
 
 
 def trained_row(
     name: str, mask: np.ndarray, reward: float, old: np.ndarray, shift: float = 0.0
 ) -> Row:
-    """Of one prompt, whose log-probabilities are ``shift`` above ``old`` now, and were as far below
-    when drawn."""
+    """A row of ticket 0. Its log-probabilities are ``shift`` above ``old``, and were ``shift`` below
+    ``old`` when the engine sampled the tokens."""
     logprobs = {
         "logprobs": old + shift * mask,
         "old_logprobs": old,
         "rollout_logprobs": old - shift * mask,
     }
-    about = {
+    row = {
         "row_id": name,
         "ticket": 0,
         "reward": reward,
         "loss_mask": mask,
         "token_ids": mask.astype(np.int32),
     }
-    return about | logprobs
+    return row | logprobs
 
 
-def test_a_sequence_mean_weighs_episodes_and_not_rows() -> None:
+def test_a_sequence_mean_has_equal_weights_for_episodes() -> None:
     """Token losses -A r of an episode of 1 token and one of 1 + 3 in two rows, A = -+1 and r =
     1."""
 
@@ -253,19 +258,18 @@ def test_a_sequence_mean_weighs_episodes_and_not_rows() -> None:
         line("000000000.01.00", 1, 2.0),
         line("000000000.01.01", 3, 2.0),
     ]
-    found, slopes = losses(rows, ALGORITHMS["dr_grpo"](reduction="sequence_mean"), 2)
-    assert found["loss"] == pytest.approx(0.0) and found["weight"] == 2.0, "1 + (1 + 3) / 4 * -1"
+    sums, slopes = losses(rows, ALGORITHMS["dr_grpo"](reduction="sequence_mean"), 2)
+    assert sums["loss"] == pytest.approx(0.0) and sums["weight"] == 2.0, "1 + (1 + 3) / 4 * -1"
     assert slopes == pytest.approx([1.0, *[-0.25] * 4])
-    found, slopes = losses(rows, ALGORITHMS["dr_grpo"](), 2)
-    assert (found["loss"], found["weight"]) == (
+    sums, slopes = losses(rows, ALGORITHMS["dr_grpo"](), 2)
+    assert (sums["loss"], sums["weight"]) == (
         pytest.approx(-3.0),
         5.0,
     ) and slopes == pytest.approx([1.0, *[-1.0] * 4])
 
 
-def test_what_is_of_a_sequence_is_of_one_row() -> None:
-    """GSPO's ratio, and the correction of level `sequence`: each row was drawn in a context of its
-    own."""
+def test_sequence_ratios_are_those_of_single_rows() -> None:
+    """GSPO's ratio, and the correction of level `sequence`. Each row has another context."""
 
     def line(name: str, shift: float, reward: float) -> Row:
         mask, old = np.array([0, 1, 1], np.uint8), np.array([0.0, -1.0, -1.0])
@@ -277,24 +281,23 @@ def test_what_is_of_a_sequence_is_of_one_row() -> None:
         line("000000000.01.01", -0.1, 1.0),
     ]
     off = CorrectionConfig(kind="off")
-    found, _ = losses(rows, Gspo(clip_low=1.0, clip_high=9.0, correction=off), 1)
-    assert found["ratio"] == pytest.approx(2 * (1 + np.exp(0.1) + np.exp(-0.1))), (
-        "not 1 for both rows of the episode"
+    sums, _ = losses(rows, Gspo(clip_low=1.0, clip_high=9.0, correction=off), 1)
+    assert sums["ratio"] == pytest.approx(2 * (1 + np.exp(0.1) + np.exp(-0.1))), (
+        "the rows of an episode must have separate ratios"
     )
-    found, _ = losses(rows, Grpo(correction=CorrectionConfig(level="sequence")), 1)
-    assert found["rollout_ratio_max"] == pytest.approx(np.exp(0.2))
+    sums, _ = losses(rows, Grpo(correction=CorrectionConfig(level="sequence")), 1)
+    assert sums["rollout_ratio_max"] == pytest.approx(np.exp(0.2))
 
 
-# -- tokens that nobody sampled --------------------------------------------------------------------
+# -- tokens that are not sampled -------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from([None, 3, 4, 5]), max_size=12), st.integers(1, 3))
-def test_what_nobody_sampled_has_no_version_and_no_length(
+def test_tokens_that_are_not_sampled_have_no_version_and_no_length(
     numbers: list[int | None], prompt: int
 ) -> None:
-    """Anywhere behind the prompt: the queue, the mask of older tokens and the metrics look at the
-    others alone."""
+    """The queue, the mask of older tokens and the metrics use only sampled tokens."""
     codes = [0] * prompt + [
         0 if number is None else Version(1, number).encode() for number in numbers
     ]
@@ -311,8 +314,8 @@ def test_what_nobody_sampled_has_no_version_and_no_length(
     drawn = [number for number in numbers if number is not None]
     expected = {Version(1, number).encode() for number in drawn}
     assert sampled_versions(row) == expected
-    (told,) = summarize_groups([row], ["token_ids", "token_versions"])
-    assert told["versions"] == sorted(expected)
+    (summary,) = summarize_groups([row], ["token_ids", "token_versions"])
+    assert summary["versions"] == sorted(expected)
     tally = StepTally()
     tally.add([row])
     assert tally.lengths == [len(drawn)]
@@ -322,12 +325,12 @@ def test_what_nobody_sampled_has_no_version_and_no_length(
     ]
 
 
-# -- what is declared ------------------------------------------------------------------------------
+# -- declared numbers of rows ---------------------------------------------------------------------
 
 
-def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) -> None:
-    """Who generates it declares how many rows each has; whoever adds fields to it has to add them
-    to all of these."""
+def test_a_prompt_group_is_complete_if_all_its_episodes_are(tmp_path: Path) -> None:
+    """The rollout declares the number of rows of each episode. Other roles must add their fields to
+    all of these rows."""
     run, config, version = make_run(tmp_path / "run"), small(groups=2), Version(1, 0)
     with in_thread(run, config), Roles(run, config, episodes=b"\2\1") as roles:
         roles.start()
@@ -335,7 +338,7 @@ def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) ->
         whole = rows_of([0], version, episodes=b"\2\1")
         for lacks in (whole[:2], whole[1:], [whole[0], whole[0]], rows_of([0], version, samples=3)):
             assert roles["rollout"].put_generated(lacks) == {0: "incomplete"}
-            assert roles.admit(version, 1) == [0], "the ticket is drawn again, whole"
+            assert roles.admit(version, 1) == [0], "the whole ticket must be generated again"
         assert (
             roles["rollout"].put_generated([*rows_of([1], version, episodes=b"\1\3"), *whole[::-1]])
             == {}
@@ -343,12 +346,13 @@ def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) ->
         claim = roles["reference"].claim("reference", BUDGET)
         names = [row["row_id"] for row in roles["reference"].rows(claim)]
         assert names == [*row_ids(0, b"\2\1"), *row_ids(1, b"\1\3")] == claim.row_ids()
-        made = [{"row_id": name, "ref_logprobs": np.zeros(5, np.float32)} for name in names]
-        assert roles["reference"].put(made[1:], ("ref_logprobs",), claim) == {0: "incomplete"}
-        (left,) = (claim := roles["reference"].claim("reference", BUDGET)).tickets
-        assert left == 0 and roles["reference"].put(made[:3], ("ref_logprobs",), claim) == {}
+        scored = [{"row_id": name, "ref_logprobs": np.zeros(5, np.float32)} for name in names]
+        assert roles["reference"].put(scored[1:], ("ref_logprobs",), claim) == {0: "incomplete"}
+        claim = roles["reference"].claim("reference", BUDGET)
+        assert claim.tickets == (0,)
+        assert roles["reference"].put(scored[:3], ("ref_logprobs",), claim) == {}
         assert roles["rollout"].connection.call("status")["dropped"] == {"incomplete": 4 * 2}, (
-            "one row an episode"
+            "a dropped group counts one row per episode"
         )
         for name in ("7", "0.1", "0.0.x", "0.0.-1", "-1.0.0", 7):
             with pytest.raises(
@@ -366,7 +370,7 @@ def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("rows", "expected"),
     [
         ([], "found an episode of 0 rows, allowed 1 to 100"),
         ([([5], [0], [0.0])], "found no token that the policy has sampled"),
@@ -379,22 +383,22 @@ def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) ->
         ([None], "episode_exception: AttributeError"),
     ],
 )
-def test_an_episode_that_is_none_costs_its_prompt_group(rows, says: str) -> None:
-    class Odd(Task):
+def test_an_invalid_episode_fails_its_prompt_group(rows, expected: str) -> None:
+    class InvalidEpisodes(Task):
         async def episode(self, request: GenerateRequest, ask: object) -> Episode:
-            made = [
+            generations = [
                 row and Generation(row[0], row[2], np.array(row[1], np.int32), "stop")
                 for row in rows
             ]
-            return Episode([EpisodeRow((1,), one) for one in made])
+            return Episode([EpisodeRow((1,), generation) for generation in generations])
 
     request = GenerateRequest((1,), "p", 0, Sampling(1.0, 1.0, (), 0), 4)
-    found = asyncio.run(play(Odd(), request, lambda asked: None))
-    assert isinstance(found, BadAnswer) and says in str(found)
+    answer = asyncio.run(play(InvalidEpisodes(), request, lambda request: None))
+    assert isinstance(answer, BadAnswer) and expected in str(answer)
 
 
-class Spelled:
-    """A tokenizer of which each token is a letter, and 25 the end."""
+class Letters:
+    """A tokenizer whose tokens are letters. Token 25 ends a response."""
 
     eos_ids = frozenset({25})
 
@@ -402,39 +406,41 @@ class Spelled:
         return "".join(chr(97 + each) for each in ids)
 
 
-def test_a_reward_sees_all_rows_of_an_episode() -> None:
-    def made(token_ids: list[int], finish: str) -> Generation:
+def test_a_reward_gets_all_rows_of_an_episode() -> None:
+    def generation(token_ids: list[int], finish: str) -> Generation:
         return Generation(
             token_ids, [0.0] * len(token_ids), np.ones(len(token_ids), np.int32), finish
         )
 
     prompt = Prompt("p", (1, 2), "2+2?", "4", {"level": 3})
     first, last = (
-        EpisodeRow((1, 2), made([3, 25], "stop")),
-        EpisodeRow((1, 4), made([5, 6], "length")),
+        EpisodeRow((1, 2), generation([3, 25], "stop")),
+        EpisodeRow((1, 4), generation([5, 6], "length")),
     )
-    seen = reward_input(prompt, Episode([first, last]), Spelled())
-    assert seen.rows == [["bc", "d"], ["be", "fg"]] and seen.response_text == "fg"
-    assert (seen.prompt, seen.answer, seen.finish_reason, seen.metadata) == (
+    inputs = reward_input(prompt, Episode([first, last]), Letters())
+    assert inputs.rows == [["bc", "d"], ["be", "fg"]] and inputs.response_text == "fg"
+    assert (inputs.prompt, inputs.answer, inputs.finish_reason, inputs.metadata) == (
         "2+2?",
         "4",
         "length",
         {"level": 3},
     )
-    for one in (Episode([first]), first.generation):
-        seen = reward_input(prompt, one, Spelled())
-        assert (seen.response_text, seen.rows, seen.finish_reason) == ("d", [], "stop")
+    for answer in (Episode([first]), first.generation):
+        inputs = reward_input(prompt, answer, Letters())
+        assert (inputs.response_text, inputs.rows, inputs.finish_reason) == ("d", [], "stop")
 
 
 def test_an_episode_becomes_rows_with_one_reward() -> None:
-    def made(versions: list[int]) -> Generation:
+    def generation(versions: list[int]) -> Generation:
         logprobs = [-0.5 if version else 0.0 for version in versions]
         return Generation([7] * len(versions), logprobs, np.array(versions, np.int32), "length")
 
     prompt = Prompt("p", (1, 2, 3), "2+2?", "4")
     answers = [
-        made([9, 9]),
-        Episode([EpisodeRow((1, 2, 3), made([9, 0, 8])), EpisodeRow((4,), made([0, 9]))]),
+        generation([9, 9]),
+        Episode(
+            [EpisodeRow((1, 2, 3), generation([9, 0, 8])), EpisodeRow((4,), generation([0, 9]))]
+        ),
     ]
     rows = group_rows(prompt, 6, answers, [1.0, 0.5])
     assert [row["row_id"] for row in rows] == row_ids(6, b"\1\2")
@@ -457,6 +463,6 @@ def test_an_episode_becomes_rows_with_one_reward() -> None:
     assert newest[1]["loss_mask"].tolist() == [0, 0, 0, 0, 0, 1]
     failure = group_rows(prompt, 6, answers, [1.0, 0.5], keeps=lambda rewards: len(rewards) != 2)
     assert isinstance(failure, Failure) and failure.rewards == (1.0, 0.5), (
-        "a filter sees each reward once"
+        "a filter must get each reward once"
     )
     assert generated_metrics([rows, failure]) == {GENERATED: 4.0, GENERATED_SUM: 3.0}

@@ -1,5 +1,4 @@
-"""Routes on their way: in logs and turns, and refused by name where they are none or not those of
-their tokens."""
+"""Routes in rows, logs and turns, and the refusal of routes that are invalid or of other tokens."""
 
 from __future__ import annotations
 
@@ -40,34 +39,33 @@ PROMPT = Prompt("p", (7, 8, 9), "text", "answer")
 
 
 def routes(tokens: int, seed: int = 0) -> np.ndarray:
-    """Of so many, which others follow."""
+    """Random routes of ``tokens`` tokens that are not the last ones of their row."""
     return drawn_routes(tokens + 1, np.random.default_rng(seed), SHAPE)[:-1]
 
 
 def answer(tokens: int = 4, **changes: np.ndarray) -> Generation:
+    """A generation with routes. ``changes``: entries of its fields `extras` and `before`."""
     extras = {NAME: np.concatenate([routes(tokens - 1, 1), SHAPE.without_routes(1)])}
     before = {NAME: routes(3, 2)}
-    made = Generation(
+    generation = Generation(
         [5] * tokens, [-0.5] * tokens, np.full(tokens, 3, np.int32), "stop", extras, before
     )
-    made.extras, made.before = (
-        extras | changes.get("extras", {}),
-        before | changes.get("before", {}),
-    )
-    return made
+    generation.extras = extras | changes.get("extras", {})
+    generation.before = before | changes.get("before", {})
+    return generation
 
 
 def test_routes_of_prompt_and_response_are_in_the_row() -> None:
-    made = answer()
-    (row,) = rows_of_answers(PROMPT, 4, {0: made})
+    generation = answer()
+    (row,) = rows_of_answers(PROMPT, 4, {0: generation})
     assert SHAPE.find_fault(row) == ""
-    assert np.array_equal(row[NAME][:3], made.before[NAME]) and np.array_equal(
-        row[NAME][3:], made.extras[NAME]
+    assert np.array_equal(row[NAME][:3], generation.before[NAME]) and np.array_equal(
+        row[NAME][3:], generation.extras[NAME]
     )
 
 
-def test_of_a_log_each_token_has_its_first_route() -> None:
-    """Segments end with a token that has one; what comes later goes on behind it."""
+def test_each_token_of_a_log_has_its_first_route() -> None:
+    """A segment ends with a token that has a route. The next segment begins after it."""
     attempt, whole = Attempt(4, 0, PROMPT, 1), answer(5)
     draft = attempt.drafts[0]
     draft.before = whole.before
@@ -83,27 +81,30 @@ def test_of_a_log_each_token_has_its_first_route() -> None:
     (last,) = attempt.new_segments(True, 9)
     row = join_segment(join_segment(first, second), last)
     assert SHAPE.find_fault(row) == "" and np.array_equal(row[NAME][3:], whole.extras[NAME])
-    again = Attempt(
+    resumed = Attempt(
         4, 0, PROMPT, 1, {0: read_logged_episode([join_segment(first, second)], PROMPT)}
     )
-    asked = again.request(0, None, 9).draft
-    assert np.array_equal(asked.before[NAME], whole.before[NAME]) and len(asked.extras[NAME]) == 3
+    resumed_draft = resumed.request(0, None, 9).draft
+    assert (
+        np.array_equal(resumed_draft.before[NAME], whole.before[NAME])
+        and len(resumed_draft.extras[NAME]) == 3
+    )
 
 
-def test_turns_have_the_routes_of_who_first_read_them() -> None:
-    """The last token of a turn, and what is said to it, are read with the next request; all before
-    was read already."""
-    first, said = answer(4), (1, 2)
-    asked = 3 + 4 + len(said)
+def test_turns_have_the_routes_of_the_request_that_first_read_them() -> None:
+    """The next request reads the last token of a turn and the observation. Earlier requests have
+    read all tokens before them."""
+    first, observation = answer(4), (1, 2)
+    context_tokens = 3 + 4 + len(observation)
     second = Generation(
         [6, 6],
         [-0.1, -0.2],
         np.array([4, 4], np.int32),
         "stop",
         {NAME: np.concatenate([routes(1, 5), SHAPE.without_routes(1)])},
-        {NAME: routes(asked, 6)},
+        {NAME: routes(context_tokens, 6)},
     )
-    whole = first.concat_turns(said, second)
+    whole = first.concat_turns(observation, second)
     assert whole.token_ids == [5, 5, 5, 5, 1, 2, 6, 6] and whole.token_versions.tolist() == [
         3
     ] * 4 + [0, 0, 4, 4]
@@ -121,7 +122,7 @@ def test_turns_have_the_routes_of_who_first_read_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "says"),
+    ("bad", "expected"),
     [
         (Generation([5], [-0.5], np.array([3], np.int32), "stop"), "missing; the engine gave none"),
         (
@@ -139,37 +140,37 @@ def test_turns_have_the_routes_of_who_first_read_them() -> None:
         ),
     ],
 )
-def test_a_prompt_group_without_good_routes_is_none(bad: Generation, says: str) -> None:
-    """It is counted by the reason, and the sample is named; the role goes on."""
+def test_a_prompt_group_with_bad_routes_is_refused(bad: Generation, expected: str) -> None:
+    """The group is counted by its reason, the message names the sample, and the role continues."""
     config = Config()
     config.rollout.reward = "answer_partial"
 
-    class Words:
+    class NumberTokens:
         eos_ids = (2,)
 
         def decode(self, ids: list[int]) -> str:
             return " ".join(map(str, ids))
 
-    judging = GroupRewards(config, Words(), lambda *_: None, routes=SHAPE)
+    judging = GroupRewards(config, NumberTokens(), lambda *_: None, routes=SHAPE)
     good = asyncio.run(judging.rows(PROMPT, 4, [answer(), answer()]))
     assert len(good) == 2 and all(SHAPE.find_fault(row) == "" for row in good)
     failure = asyncio.run(judging.rows(PROMPT, 4, [answer(), bad]))
     assert isinstance(failure, Failure) and failure.reason == BAD_ROUTES
-    assert re.search(rf"^bad_routes: 000000004\.01\.00: routed_experts: {says}", failure.detail)
+    assert re.search(rf"^bad_routes: 000000004\.01\.00: routed_experts: {expected}", failure.detail)
 
 
 def put_with_routes(roles: Roles, tickets: list[int], version, tokens: int = 5) -> None:
-    made = rows_of(tickets, version)
-    for row in made:
+    rows = rows_of(tickets, version)
+    for row in rows:
         row[NAME] = np.concatenate(
             [routes(len(row["token_ids"]) - 1, row["ticket"]), SHAPE.without_routes(1)]
         )
-    assert roles["rollout"].put_generated(made) == {}
+    assert roles["rollout"].put_generated(rows) == {}
     roles["rollout"].settle()
 
 
-def test_routes_of_another_model_are_found_by_who_claims_them(tmp_path) -> None:
-    """Such as a rollout of another model has put; who needs no routes takes the rows."""
+def test_the_role_that_claims_rows_finds_routes_of_another_model(tmp_path) -> None:
+    """A rollout with another model may put such routes. Roles without routes accept the rows."""
     run, config = make_run(tmp_path / "run"), small()
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
@@ -183,20 +184,19 @@ def test_routes_of_another_model_are_found_by_who_claims_them(tmp_path) -> None:
         assert not check_claim(roles["reference"], claim, None, other)
         dropped = roles["actor"].connection.call("status")["dropped"]
         assert dropped == {BAD_ROUTES: len(tickets) * config.samples_per_prompt}
-        assert roles.admit(version) == tickets, "they are made again"
+        assert roles.admit(version) == tickets, "the tickets must be generated again"
 
 
-def test_rows_with_routes_of_others_are_dropped_before_a_step(tmp_path, capsys) -> None:
-    """The trainer has computed two prompt groups, one of whose rows came with routes that are not
-    its tokens'."""
+def test_rows_with_routes_of_other_tokens_are_dropped_before_a_step(tmp_path, capsys) -> None:
+    """The trainer has computed two prompt groups. One row has routes of other tokens."""
     run, config = make_run(tmp_path / "run"), small(2, 2)
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
         tickets = roles.admit(version)
         put_with_routes(roles, tickets, version)
         roles.learn(version)
-        dealt = {"ranks": 1, "max_tokens": 64, "batch": 0}
-        claim = roles["actor"].claim("actor", BUDGET, config.prompts_per_step, **dealt)
+        assignment = {"ranks": 1, "max_tokens": 64, "batch": 0}
+        claim = roles["actor"].claim("actor", BUDGET, config.prompts_per_step, **assignment)
         rows = roles["actor"].rows(claim)
         context = SimpleNamespace(config=config, client=roles["actor"])
         ranks = SimpleNamespace(control=RankChannel(10.0), layout=SimpleNamespace(data_rank=0))
@@ -228,13 +228,13 @@ def counted(tally: StepTally) -> StepTally:
     return tally
 
 
-def batches_of(rows: list[Row], parts: list[list[int]], wrong: str = "") -> list:
-    """As after a forward pass in which the routers chose what the engine did, but for one row."""
-    found = collate_parts(rows, parts, "cpu", WHOLE, (NAME,))
-    for batch, part in zip(found, parts, strict=True):
+def batches_of(rows: list[Row], assignment: list[list[int]], wrong: str = "") -> list:
+    """Batches after a forward pass. The routers agree with the engine except in the row ``wrong``."""
+    batches = collate_parts(rows, assignment, "cpu", WHOLE, (NAME,))
+    for batch, numbers in zip(batches, assignment, strict=True):
         batch.routes = Routes(batch.inputs[NAME][0], True)
         same = torch.cat(
-            [torch.full((len(rows[n]["token_ids"]),), rows[n]["row_id"] != wrong) for n in part]
+            [torch.full((len(rows[n]["token_ids"]),), rows[n]["row_id"] != wrong) for n in numbers]
         )
         batch.routes.equal = dict.fromkeys(range(SHAPE.layers), same)
-    return found
+    return batches

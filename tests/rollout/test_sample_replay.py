@@ -1,5 +1,4 @@
-"""`relax-hpc samples RUN --replay ID`: an episode that was kept is played again by its environment,
-in its process."""
+"""`relax-hpc samples RUN --replay ID`: the environment replays a stored episode in its process."""
 
 from __future__ import annotations
 
@@ -41,31 +40,33 @@ from tests.helpers.turns_helpers import DeterministicEngine
 
 TABLE = {"says": ["a lamp.", "a door.", "end."], "reward": 0.5}
 TICKET, NAME = 3, "000000003.01"
-"""Of a prompt without a picture; that of the evaluation has one."""
+"""An episode without a picture. The episode of the evaluation has one."""
 
 
 @dataclass
-class Kept:
-    """A run of which an episode of training and one of an evaluation were kept, and the table of
-    its environment."""
+class StoredRun:
+    """A run with stored episodes of training and of an evaluation, and the table of its
+    environment."""
 
     run: RunDir
     table: Path
 
-    def replayed(
-        self, capsys: pytest.CaptureFixture[str], *words: str, name: str = NAME
+    def replay(
+        self, capsys: pytest.CaptureFixture[str], *options: str, name: str = NAME
     ) -> tuple[int, str]:
-        code = main(["samples", str(self.run.root), "--replay", name, *words])
-        said = capsys.readouterr()
-        return code, said.out + said.err
+        """Exit code and output of the command."""
+        code = main(["samples", str(self.run.root), "--replay", name, *options])
+        output = capsys.readouterr()
+        return code, output.out + output.err
 
-    def now_says(self, **changed: Any) -> None:
+    def change_environment(self, **changed: Any) -> None:
+        """Write the table of the environment with ``changed`` entries."""
         pictures = {"=2": str(self.table.with_name("picture.png"))}
         self.table.write_text(json.dumps(TABLE | {"pictures": pictures} | changed))
 
 
-def made_run(folder: Path, config: Config) -> Kept:
-    """A run of a few prompts, of which nothing is kept yet."""
+def make_stored_run(folder: Path, config: Config) -> StoredRun:
+    """A run of a few prompts without stored episodes."""
     run, table = make_run(folder / "run"), folder / "table.json"
     (folder / "picture.png").write_bytes(png())
     rows = [
@@ -80,25 +81,26 @@ def made_run(folder: Path, config: Config) -> Kept:
     )
     config.rollout.max_new_tokens, config.eval.responses, config.eval.temperature = 200, 2, 1.0
     dump(config, run.config)
-    (kept := Kept(run, table)).now_says()
-    return kept
+    stored = StoredRun(run, table)
+    stored.change_environment()
+    return stored
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+@pytest.fixture(scope="module", name="stored")
+def stored_fixture(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     folder, config = tmp_path_factory.mktemp("replay"), Config()
     options = {"table": str(folder / "table.json")}
     config.environment = EnvironmentConfig(
         kind="tests.rollout.lookup_environment:Lookup", options=options
     )
-    kept = made_run(folder, config)
-    seeing_model(kept.run.model)
-    asyncio.run(keep(kept.run, config, evaluates=True))
-    return kept
+    stored = make_stored_run(folder, config)
+    seeing_model(stored.run.model)
+    asyncio.run(store_episodes(stored.run, config, evaluates=True))
+    return stored
 
 
-async def keep(run: RunDir, config: Config, evaluates: bool = False) -> None:
-    """Play and keep as a rollout process does."""
+async def store_episodes(run: RunDir, config: Config, evaluates: bool = False) -> None:
+    """Play and store episodes as a rollout process does."""
     tokenizer, media = load_tokenizer(run.model), PromptMedia(None, run.model, run.eval_media)
     player = make_player(config, tokenizer, media, note_fault=print)
     assert player
@@ -109,8 +111,10 @@ async def keep(run: RunDir, config: Config, evaluates: bool = False) -> None:
     async def play(prompt: Prompt, ticket: int) -> list[Episode | BadAnswer]:
         requests = requests_for(prompt, ticket, 2, sampling, config.rollout.max_new_tokens)
         return [
-            await player.play(History(), EpisodeStart(prompt, one, DeterministicEngine(tokenizer)))
-            for one in requests
+            await player.play(
+                History(), EpisodeStart(prompt, request, DeterministicEngine(tokenizer))
+            )
+            for request in requests
         ]
 
     try:
@@ -120,100 +124,106 @@ async def keep(run: RunDir, config: Config, evaluates: bool = False) -> None:
         keeper.put([row | {"reward": 0.5} for row in rows_of(prompt, TICKET, episodes)], "shard")
         prompt = open_evals(run, config, tokenizer)["held"][2]
         answers = await play(prompt, 0) if evaluates else []
-        keeper.put_evaluated("held", Version(1, 4), [(prompt, one, Score(1.0)) for one in answers])
+        keeper.put_evaluated(
+            "held", Version(1, 4), [(prompt, answer, Score(1.0)) for answer in answers]
+        )
     finally:
         await player.close()
         await media.close()
         log.close()
 
 
-def test_an_environment_that_says_the_same_is_told_so(
-    made: Kept, capsys: pytest.CaptureFixture[str]
+def test_a_replay_with_the_same_answers_is_reported_as_equal(
+    stored: StoredRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, words in (
+    for name, options in (
         (NAME, []),
         ("000000003.01.00", []),
         ("p2.01", ["--eval", "held", "--step", "4"]),
     ):
-        assert made.replayed(capsys, *words, name=name) == (
+        assert stored.replay(capsys, *options, name=name) == (
             EXIT_DONE,
             f"{name}: 3 turns, and the same again\n",
         )
 
 
-def test_what_is_another_is_said_in_words(made: Kept, capsys: pytest.CaptureFixture[str]) -> None:
-    made.now_says(says=["a lamp.", "a window.", "end."])
-    code, said = made.replayed(capsys)
+def test_a_changed_observation_or_reward_is_shown(
+    stored: StoredRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored.change_environment(says=["a lamp.", "a window.", "end."])
+    code, output = stored.replay(capsys)
     assert (
         code == EXIT_CONFIG
-        and "environment_differs: row 1 of the episode has another observation" in said
+        and "environment_differs: row 1 of the episode has another observation" in output
     )
-    assert said.endswith("when it is played again\nthen  a door.\nnow   a window.\n")
-    made.now_says(reward=1.0)
-    assert made.replayed(capsys) == (EXIT_CONFIG, f"{NAME}: reward: 0.5 then, 1.0 now\n")
+    assert output.endswith("when it is played again\nthen  a door.\nnow   a window.\n")
+    stored.change_environment(reward=1.0)
+    assert stored.replay(capsys) == (EXIT_CONFIG, f"{NAME}: reward: 0.5 then, 1.0 now\n")
 
 
-def test_another_picture_is_another_observation(
-    made: Kept, capsys: pytest.CaptureFixture[str]
+def test_a_changed_picture_is_a_changed_observation(
+    stored: StoredRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (other := made.table.with_name("other.png")).write_bytes(png(seed=1))
-    made.now_says(pictures={"=2": str(other)})
-    code, said = made.replayed(capsys, "--eval", "held", name="p2.01")
-    assert code == EXIT_CONFIG and "row 0 of the episode has other media" in said
-    made.now_says()
+    other = stored.table.with_name("other.png")
+    other.write_bytes(png(seed=1))
+    stored.change_environment(pictures={"=2": str(other)})
+    code, output = stored.replay(capsys, "--eval", "held", name="p2.01")
+    assert code == EXIT_CONFIG and "row 0 of the episode has other media" in output
+    stored.change_environment()
 
 
-def test_an_end_that_is_another_is_said(made: Kept, capsys: pytest.CaptureFixture[str]) -> None:
-    made.now_says(says=[*TABLE["says"], "more."])
-    code, said = made.replayed(capsys)
+def test_a_changed_end_is_shown(stored: StoredRun, capsys: pytest.CaptureFixture[str]) -> None:
+    stored.change_environment(says=[*TABLE["says"], "more."])
+    code, output = stored.replay(capsys)
     assert (
-        code == EXIT_CONFIG and "row 1 of the episode has the policy speak where it did not" in said
+        code == EXIT_CONFIG
+        and "row 1 of the episode has the policy speak where it did not" in output
     )
-    made.now_says(says=TABLE["says"][:2])
-    code, said = made.replayed(capsys)
-    assert code == EXIT_CONFIG and "row 1 of the episode has an end" in said
-    made.now_says(says=[])
-    assert "environment_raised: IndexError" in made.replayed(capsys)[1]
-    made.now_says()
+    stored.change_environment(says=TABLE["says"][:2])
+    code, output = stored.replay(capsys)
+    assert code == EXIT_CONFIG and "row 1 of the episode has an end" in output
+    stored.change_environment(says=[])
+    assert "environment_raised: IndexError" in stored.replay(capsys)[1]
+    stored.change_environment()
 
 
-def test_what_cannot_be_played_again_is_refused(
-    made: Kept, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_an_episode_that_cannot_be_replayed_is_refused(
+    stored: StoredRun, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for name, words in (
+    for name, options in (
         ("000000004.00", []),
         ("p2.01", []),
         (NAME, ["--step", "7"]),
         (NAME, ["--eval", "held"]),
     ):
-        code, said = made.replayed(capsys, *words, name=name)
+        code, output = stored.replay(capsys, *options, name=name)
         assert (
             code == EXIT_CONFIG
-            and "of which no episode against an environment was kept; allowed: an id" in said
+            and "of which no episode against an environment was kept; allowed: an id" in output
         )
-    (train,) = (path for path in made.run.root.parent.iterdir() if path.name == "train.jsonl")
+    (train,) = (path for path in stored.run.root.parent.iterdir() if path.name == "train.jsonl")
     lines = train.read_text()
     train.write_text(lines.replace("?", "!"))
-    code, said = made.replayed(capsys)
-    assert code == EXIT_CONFIG and "train.jsonl" in said and "other bytes" in said
+    code, output = stored.replay(capsys)
+    assert code == EXIT_CONFIG and "train.jsonl" in output and "other bytes" in output
     train.write_text(lines)
 
 
-def test_a_damaged_recording_ends_nothing(made: Kept) -> None:
-    (sample, *_) = find_episode(read_samples(made.run.samples), NAME).samples
-    for odd in (
+def test_a_damaged_recording_is_a_configuration_error(stored: StoredRun) -> None:
+    (sample, *_) = find_episode(read_samples(stored.run.samples), NAME).samples
+    for changed in (
         {"token_ids": [1, "x"]},
         {"turns": 3},
         {"sampled": [10_000]},
         {"spans": [3]},
         {"prompt_len": None},
     ):
-        damaged = [sample | {"recording": sample["recording"] | odd}]
+        damaged = [sample | {"recording": sample["recording"] | changed}]
         with pytest.raises(ConfigError, match="is damaged"):
             find_episode(damaged, NAME).rows()
 
 
-def test_an_agent_is_played_again_at_an_endpoint_of_its_own(
+def test_an_agent_is_replayed_at_a_separate_endpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, template = Config(), tmp_path / "chat.jinja"
@@ -224,37 +234,37 @@ def test_an_agent_is_played_again_at_an_endpoint_of_its_own(
     command = ["python", "-m", "tests.rollout.lookup_agent", str(tmp_path / "table.json")]
     options = {"command": command, "chat_template": str(template)}
     config.environment = EnvironmentConfig(kind=AGENT, options=options, turn_tokens=20)
-    kept = made_run(tmp_path, config)
-    kept.run.model.mkdir()
-    write_tokenizer(kept.run.model)
-    (kept.run.model / "config.json").write_text("{}")
-    kept.run.rendezvous("hub").mkdir(parents=True)
+    stored = make_stored_run(tmp_path, config)
+    stored.run.model.mkdir()
+    write_tokenizer(stored.run.model)
+    (stored.run.model / "config.json").write_text("{}")
+    stored.run.rendezvous("hub").mkdir(parents=True)
 
     async def play() -> None:
-        async with gateway(kept.run):
-            await keep(kept.run, config)
+        async with gateway(stored.run):
+            await store_episodes(stored.run, config)
 
     asyncio.run(play())
-    assert kept.replayed(capsys) == (EXIT_DONE, f"{NAME}: 3 turns, and the same again\n")
-    kept.now_says(says=["a lamp.", "a window.", "end."])
-    code, said = kept.replayed(capsys)
+    assert stored.replay(capsys) == (EXIT_DONE, f"{NAME}: 3 turns, and the same again\n")
+    stored.change_environment(says=["a lamp.", "a window.", "end."])
+    code, output = stored.replay(capsys)
     assert (
         code == EXIT_CONFIG
-        and "has the policy speak where it did not, after" in said
-        and "a window." in said
+        and "has the policy speak where it did not, after" in output
+        and "a window." in output
     )
-    assert said.count("\n") == 1
-    kept.now_says(says=["a lamp."])
-    assert kept.replayed(capsys) == (EXIT_CONFIG, f"{NAME}: its tokens differ\n")
+    assert output.count("\n") == 1
+    stored.change_environment(says=["a lamp."])
+    assert stored.replay(capsys) == (EXIT_CONFIG, f"{NAME}: its tokens differ\n")
 
 
 def test_an_episode_of_another_user_is_not_replayed(
-    made: Kept, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stored: StoredRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its environment is what the configuration of the run says, and would be run as the reader."""
+    """The configuration of the run names the environment, which would run with the reader's rights."""
     monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
-    code, said = made.replayed(capsys)
-    assert code == EXIT_CONFIG and f"--replay: {made.run.root} belongs to user" in said
-    assert main(["samples", str(made.run.root)]) == EXIT_DONE
-    assert main(["resume", str(made.run.root)]) == EXIT_CONFIG
+    code, output = stored.replay(capsys)
+    assert code == EXIT_CONFIG and f"--replay: {stored.run.root} belongs to user" in output
+    assert main(["samples", str(stored.run.root)]) == EXIT_DONE
+    assert main(["resume", str(stored.run.root)]) == EXIT_CONFIG
     assert "resume: " in capsys.readouterr().err
