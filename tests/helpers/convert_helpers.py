@@ -1,4 +1,4 @@
-"""Small models in every form that can be converted, and conversions that are killed."""
+"""Small models in every format that can be converted, and helpers to kill conversions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_hpc.training.models.pieces import StoredForm
 
 M_MMAP_THRESHOLD = -3
 VOCAB = 61
-"""Odd, so that two tensor-parallel ranks pad it."""
+"""Size of the vocabulary. It is odd, so that two tensor-parallel ranks pad it."""
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -45,7 +45,7 @@ BIASED = {key: value for key, value in DENSE.items() if key != "attention_bias"}
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
 }
-"""Of the family that examples/model_family.py adds."""
+"""A model of the family that examples/model_family.py adds."""
 MIXED = DENSE | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -81,8 +81,11 @@ def model(
     head: bool = False,
     form: int = 0,
 ) -> Path:
-    """A random model of `config` in a new `directory`, with `packed` experts, in that ``form`` of
-    those that there are, or a tied embedding's `head` if asked."""
+    """Write a random model of ``config`` to the new folder ``directory``.
+
+    ``packed``: experts in one tensor. ``form``: number of the stored form of each tensor. ``head``:
+    store the head although the embedding is tied.
+    """
     spec, generator = spec_from_config(config), torch.Generator().manual_seed(5)
 
     def draw(size: tuple[int, ...]) -> torch.Tensor:
@@ -96,31 +99,31 @@ def model(
     ]
     if spec.tied and not head:
         names.remove("lm_head.weight")
-    tensors = {name: whole(forms[name][form], pieces) for name in names}
+    tensors = {name: stored_tensor(forms[name][form], pieces) for name in names}
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(
         json.dumps(config | {"torch_dtype": str(dtype).removeprefix("torch.")})
     )
     (directory / "tokenizer_config.json").write_text("{}")
-    where = {}
+    file_by_name = {}
     for number in range(files):
         name = (
             "model.safetensors"
             if files == 1
             else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
         )
-        mine = {key: tensors[key] for key in names[number::files]}
-        save_file(mine, directory / name, metadata={"format": "pt"})
-        where |= dict.fromkeys(mine, name)
+        tensors_of_file = {key: tensors[key] for key in names[number::files]}
+        save_file(tensors_of_file, directory / name, metadata={"format": "pt"})
+        file_by_name |= dict.fromkeys(tensors_of_file, name)
     if files > 1:
         (directory / "model.safetensors.index.json").write_text(
-            json.dumps({"metadata": {}, "weight_map": where})
+            json.dumps({"metadata": {}, "weight_map": file_by_name})
         )
     return directory
 
 
-def whole(form: StoredForm, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The tensor of a file that holds ``pieces``."""
+def stored_tensor(form: StoredForm, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor with all ``pieces`` of ``form``, as a file has it."""
     if form.transposed:
         blocks = [torch.cat([pieces[piece.name] for piece in block]).t() for block in form.blocks]
         return torch.stack(blocks)
@@ -143,27 +146,23 @@ def to(source: Path, target: Path, **options: object) -> dict:
 
 @contextmanager
 def bounded_data(room: int) -> Iterator[None]:
-    """Inside, this process may have ``room`` more bytes of its own than it has now; mapped files
-    are nobody's."""
-    # What glibc has seen freed it would keep in pieces: blocks of 128 KiB and more go back at once.
+    """Limit the private memory of this process to ``room`` bytes above its current size. Mapped
+    files do not count."""
+    # glibc raises its threshold after a free and keeps freed blocks. With a fixed threshold it
+    # returns blocks of 128 KiB and more to the kernel immediately.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
-    status, (_, most) = (
-        Path("/proc/self/status").read_text(),
-        resource.getrlimit(resource.RLIMIT_DATA),
-    )
-    data = (
-        int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1])
-        * 1024
-    )
-    resource.setrlimit(resource.RLIMIT_DATA, (data + room, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    status = Path("/proc/self/status").read_text().splitlines()
+    data_kib = next(line for line in status if line.startswith("VmData")).split()[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (int(data_kib) * 1024 + room, hard_limit))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        resource.setrlimit(resource.RLIMIT_DATA, (hard_limit, hard_limit))
 
 
 def in_child(act: Callable[[], object]) -> int:
-    """The exit code of a child process that does it; negative: the signal that ended it."""
+    """The exit code of a child process that calls ``act``. If a signal ended it, its negative number."""
     child = multiprocessing.get_context("fork").Process(target=act)
     child.start()
     child.join(60)

@@ -109,13 +109,15 @@ def narrow_lines(ptx: str) -> dict[str, int]:
     in global memory."""
     files: dict[str, str] = {}
     for line in ptx.splitlines():
-        if named := _FILE.match(line):
-            files[named[1]] = str(Path(named[2], named[3])) if named[3] else named[2]
+        declaration = _FILE.match(line)
+        if declaration:
+            number, folder, name = declaration.groups()
+            files[number] = str(Path(folder, name)) if name else folder
     location = ("", 0)
     moved_bytes: Counter[tuple[str, int]] = Counter()
     for line in ptx.splitlines():
-        if place := _LOCATION.match(line):
-            location = (files.get(place[1], ""), int(place[2]))
+        if position := _LOCATION.match(line):
+            location = (files.get(position[1], ""), int(position[2]))
         elif access := _ACCESS.search(line):
             size = int(access[1] or 1) * int(access[2]) // 8
             if size < WIDEST_ACCESS_BYTES:

@@ -1,4 +1,4 @@
-"""All prompts of a file at once, as whoever has no index would read them."""
+"""All prompts of a file, read without an index and with one."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from relax_hpc.data.tokenizer import Tokenizer
 
 
 def read_prompts(
-    path: Path, tokenizer: Tokenizer, how: PromptRules
+    path: Path, tokenizer: Tokenizer, rules: PromptRules
 ) -> tuple[list[Prompt], list[BadLine]]:
-    """The prompts, tokens included, and the lines that are none."""
-    with how.rendering():
-        found = list(parse_rows(read_rows(path), tokenizer, how))
-    return [one for one in found if isinstance(one, Prompt)], [
-        one for one in found if isinstance(one, BadLine)
-    ]
+    """Prompts with tokens, and lines that are no valid prompt, read without an index."""
+    with rules.rendering():
+        entries = list(parse_rows(read_rows(path), tokenizer, rules))
+    prompts = [entry for entry in entries if isinstance(entry, Prompt)]
+    return prompts, [entry for entry in entries if isinstance(entry, BadLine)]
 
 
 def load_prompts(
-    path: Path, tokenizer: Tokenizer, how: PromptRules, share: float
+    path: Path, tokenizer: Tokenizer, rules: PromptRules, share: float
 ) -> tuple[list[Prompt], list[BadLine]]:
-    """By an index that is made for it, which must come to the same. ConfigError: as
-    `open_prompts`."""
-    where = path.with_suffix(".index")
-    where.unlink(missing_ok=True)
-    with how.rendering():
-        made, again = (open_prompts(path, where, tokenizer, how, share) for _ in range(2))
-        found = list(made), made.bad
-        assert (again[:], again.bad) == found == read_prompts(path, tokenizer, how)
-    return found
+    """Prompts and bad lines by an index that is created here, and equal to those of `read_prompts`.
+
+    ``share``: allowed share of bad lines. ConfigError: as `open_prompts`.
+    """
+    index = path.with_suffix(".index")
+    index.unlink(missing_ok=True)
+    with rules.rendering():
+        first = open_prompts(path, index, tokenizer, rules, share)
+        second = open_prompts(path, index, tokenizer, rules, share)
+        result = list(first), first.bad
+        assert (second[:], second.bad) == result == read_prompts(path, tokenizer, rules)
+    return result
 
 
 def row_set(path: Path | str) -> DataSet:
-    """The rows at ``path``, as a set that a configuration names."""
+    """The data set of `data.train` with the rows at ``path``."""
     return DataSet("data.train", "train", str(path))

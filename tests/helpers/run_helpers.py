@@ -1,7 +1,6 @@
-"""Whole runs for tests: start one as a user does, watch it, kill a role in it, and read what it
-left.
+"""Whole runs for tests: start a run as a user does, watch it, kill a role, and read its results.
 
-Nothing here sleeps for a fixed time: every wait ends with its condition, with the run, or at a
+Nothing here sleeps for a fixed time. Every wait ends with its condition, with the run, or at a
 deadline.
 """
 
@@ -58,12 +57,11 @@ SMALL: dict[str, Any] = {
     "actor": {"optimizer": {"lr": 1e-3}},
     "queue": {"keep_steps": 1000, "wait_timeout_s": 120.0},
     "eval": {"every": 0},
-    # A run of over a minute would start, and import libraries in, a second process for each role.
+    # After a minute, a run would start a second process for each role, which imports libraries.
     "liveness": {"stop_timeout_s": 5.0, "start_ahead_s": 0.0},
     "groups": {"actor_fwd": {}},
 }
-"""Overrides of a run that takes seconds and can be reproduced bit for bit; its shards are never
-deleted."""
+"""Overrides of a run that takes seconds and is reproducible bit for bit. The queue keeps all shards."""
 
 
 LIGHT: dict[str, Any] = {
@@ -71,12 +69,12 @@ LIGHT: dict[str, Any] = {
     "actor": {"forward": ["actor_fwd"]},
     "groups": {"actor_fwd": None, "reference": None},
 }
-"""Over SMALL, where models are not what is proven: one process imports torch, where it takes three
-or four."""
+"""Overrides of SMALL for tests that prove nothing about models. One process imports torch, instead of
+three or four."""
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` laid over `base`, section by section; neither is changed."""
+    """`base` with the values of `over`, merged by section. Both arguments stay unchanged."""
     both = {
         k: merged(base[k], v)
         for k, v in over.items()
@@ -85,9 +83,9 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return base | over | both
 
 
-def engine_of(wanted: str) -> str:
-    """`wanted`, unless the tests are to use real engines everywhere."""
-    return "sglang" if ALL else wanted
+def engine_of(kind: str) -> str:
+    """`kind`, or "sglang" if all tests must use real engines."""
+    return "sglang" if ALL else kind
 
 
 def with_engine(engine: str) -> dict[str, Any]:
@@ -96,7 +94,7 @@ def with_engine(engine: str) -> dict[str, Any]:
     if engine == "transformers":
         return {}
     if engine == "simulated":
-        # Long enough that what starts meanwhile finds the processors free.
+        # Long enough that processes that start meanwhile find free cores.
         return {"rollout": {"engine": {"kind": "simulated", "simulated": {"response_s": 0.3}}}}
     quickstart = yaml.safe_load(QUICKSTART.read_text())
     return {
@@ -108,23 +106,22 @@ def with_engine(engine: str) -> dict[str, Any]:
 def write_config(
     path: Path, overrides: dict[str, Any] | None = None, base: dict[str, Any] | None = None
 ) -> Path:
-    """A configuration file of `base` (SMALL) with `overrides`; `path`."""
+    """Write `base` (default: SMALL) with `overrides` to `path`, and return `path`."""
     path.write_text(yaml.safe_dump(merged(SMALL if base is None else base, overrides or {})))
     return path
 
 
 @dataclass(slots=True)
 class Running:
-    """A run that `relax-hpc run` supervises. Made by `running`; `run` is its directory, `output`
-    what it prints."""
+    """A run that `relax-hpc run` supervises. `running` creates it. `run` is its directory, and
+    `output` the file with its output."""
 
     process: subprocess.Popen
     run: RunDir
     output: Path
 
     def wait(self, seconds: float) -> int:
-        """The supervisor's exit code. AssertionError, with what the run printed, if it takes
-        longer."""
+        """The supervisor's exit code. AssertionError with the end of all logs if it runs longer."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -135,25 +132,27 @@ class Running:
         code = self.wait(seconds)
         assert code == 0, f"exit code {code}\n{self.story()}"
 
-    def wait_until(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
+    def wait_until(self, condition: Callable[[], Any], goal: str, seconds: float) -> Any:
         """The first true value of `condition`. AssertionError if the run ends before, or at the
         deadline."""
         for _ in range(int(seconds / POLL_S)):
-            if value := condition():
+            value = condition()
+            if value:
                 return value
             try:
                 self.process.wait(POLL_S)
                 break
             except subprocess.TimeoutExpired:
                 continue
-        if value := condition():
+        value = condition()
+        if value:
             return value
         raise AssertionError(
-            f"{what}: not within {seconds} s, exit code {self.process.poll()}\n{self.story()}"
+            f"{goal}: not within {seconds} s, exit code {self.process.poll()}\n{self.story()}"
         )
 
     def wait_for_step(self, step: int, seconds: float) -> None:
-        """Until training step `step` (from 0) has its line in metrics.jsonl."""
+        """Wait until training step `step` (from 0) has its line in metrics.jsonl."""
 
         def trained() -> bool:
             return any(
@@ -166,17 +165,19 @@ class Running:
         """The living processes of `role` ("controller" too), the supervisor's descendants, by
         ascending pid.
 
-        Not those that were started ahead and wait.
+        Processes that were started ahead and still wait are left out.
         """
         try:
             children = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-        found = [child for child in children if _role(child) == role and not waits(self.run, child)]
-        return sorted(found, key=lambda process: process.pid)
+        active = [
+            child for child in children if _role(child) == role and not waits(self.run, child)
+        ]
+        return sorted(active, key=lambda process: process.pid)
 
     def kill(self, role: str) -> int:
-        """SIGKILL to the first process of `role`, and wait until it is gone; its pid."""
+        """Kill the first process of `role`, wait until it has ended, and return its pid."""
         process = self.wait_until(lambda: self.processes(role), f"{role} runs", 10.0)[0]
         process.kill()
         self.wait_until(lambda: not _alive(process), f"{role} is gone", 10.0)
@@ -187,7 +188,7 @@ class Running:
         return len(list(self.run.rendezvous(group).glob("inc-*.launch.json")))
 
     def story(self) -> str:
-        """The ends of what the supervisor and the roles wrote, for a failure's message."""
+        """The ends of the logs of the supervisor and the roles, for the message of a failure."""
         logs = [self.output, *sorted((self.run.root / "logs").rglob("*.log"))]
         texts = {
             path: path.read_text(errors="replace").strip()[-2000:] for path in logs if path.exists()
@@ -196,25 +197,30 @@ class Running:
 
 
 def waits(run: RunDir, process: psutil.Process) -> bool:
-    """Whether a role's process was started ahead, and its incarnation has not begun."""
+    """Whether a role's process was started ahead and its incarnation has not begun."""
     try:
-        words = process.cmdline()
+        arguments = process.cmdline()
     except psutil.Error:
         return False
-    group, number = (words[words.index(name) + 1] for name in ("--group", "--incarnation"))
-    return AHEAD in words and read_launch(run, group, int(number)) is None
+    group, number = (arguments[arguments.index(name) + 1] for name in ("--group", "--incarnation"))
+    return AHEAD in arguments and read_launch(run, group, int(number)) is None
 
 
 def _role(process: psutil.Process) -> str:
-    """The role that a process runs; empty for launchers, engines and what has just ended."""
+    """The role that a process runs. Empty for launchers, engines and ended processes."""
     try:
-        words = process.cmdline()
-        if (parent := process.parent()) and parent.cmdline() == words:
-            # Forked, for as long as a file takes.
+        arguments = process.cmdline()
+        parent = process.parent()
+        if parent and parent.cmdline() == arguments:
+            # A fork that lives only while it writes a file.
             return ""
     except psutil.Error:
         return ""
-    return words[words.index("--role") + 1] if words[1:3] == ["-m", "relax_hpc.roles"] else ""
+    return (
+        arguments[arguments.index("--role") + 1]
+        if arguments[1:3] == ["-m", "relax_hpc.roles"]
+        else ""
+    )
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -229,12 +235,12 @@ def running(
     directory: Path,
     overrides: dict[str, Any] | None = None,
     base: dict[str, Any] | None = None,
-    *words: str,
+    *options: str,
 ) -> Iterator[Running]:
-    """Start a run in `directory`/run with `write_config`'s configuration; it is ended when the
-    block is left.
+    """Start a run in `directory`/run with `write_config`'s configuration, and end it after the
+    block.
 
-    More `words` go to the command line. A run that is there already is resumed by "--resume".
+    `options`: further words of the command line. "--resume" resumes a run that exists already.
     """
     config = write_config(directory / "config.yaml", overrides, base)
     root, output = directory / "run", directory / "output.txt"
@@ -247,10 +253,10 @@ def running(
         str(config),
         "--run_dir",
         str(root),
-        *words,
+        *options,
     ]
     with output.open("ab") as file:
-        # The worst mask that a site may hand on.
+        # The most permissive umask that a site may set.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -266,7 +272,7 @@ def running(
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ask a supervisor to stop at once (two signals), then kill it; its roles die with it."""
+    """Stop a supervisor immediately by two signals. If it does not end, kill it with its roles."""
     for number in (signal.SIGTERM, signal.SIGTERM):
         if process.poll() is None:
             process.send_signal(number)
@@ -278,17 +284,17 @@ def end(process: subprocess.Popen) -> None:
 
 
 def open_to_others(folder: Path) -> list[Path]:
-    """Files and folders in ``folder``, itself included, that anybody but their user may read or
+    """Files and folders in ``folder``, and itself, that other users than the owner may read or
     write."""
-    found = [folder, *folder.rglob("*")]
-    return [path for path in found if not path.is_symlink() and path.stat().st_mode & 0o077]
+    paths = [folder, *folder.rglob("*")]
+    return [path for path in paths if not path.is_symlink() and path.stat().st_mode & 0o077]
 
 
-# -- what a run left -------------------------------------------------------------------------------
+# -- results of a run ------------------------------------------------------------------------------
 
 
 def queue_state(run: RunDir) -> QueueState:
-    """The queue as the journal leaves it."""
+    """State of the queue after all records of the journal."""
     state = QueueState(Plan.from_config(load_resolved(run.root)))
     for record in journal_records(run):
         state.apply(record)
@@ -298,8 +304,7 @@ def queue_state(run: RunDir) -> QueueState:
 def queue_rows(run: RunDir) -> dict[str, Row]:
     """Every row that the queue holds at the end, with all its fields, by its id.
 
-    Rows whose shards were deleted after a checkpoint are missing: set queue.keep_steps to keep
-    them.
+    Rows whose shards were deleted after a checkpoint are missing. queue.keep_steps keeps them.
     """
     state = queue_state(run)
     shards = {
@@ -331,10 +336,9 @@ def final_weights(run: RunDir) -> dict[str, Tensor]:
     """The newest published version by Hugging Face name."""
     from safetensors.torch import load_file
 
-    newest = max(
-        Version.parse(path.name) for path in run.weights.iterdir() if not path.name.startswith(".")
-    )
-    folder = run.weights / str(newest) / "model"
-    return {
-        name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()
-    }
+    names = [path.name for path in run.weights.iterdir() if not path.name.startswith(".")]
+    folder = run.weights / str(max(map(Version.parse, names))) / "model"
+    tensors = dict[str, Any]()
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors

@@ -105,11 +105,11 @@ def test_a_run_on_this_machine_needs_the_minimum_requirements(
         monkeypatch.setattr(module, "read_facts", lambda **_: facts)
     run_dir, line = tmp_path / "run", "nofile limit (ulimit -Hn) 64 found, 4096 needed"
     over = {"run_dir": str(run_dir)}
-    for more in ({}, {"site.python": "/usr/bin/python3"}, {"site.python": "no-python"}):
-        (finding,) = check(load([QUICKSTART], over | more))
+    for changes in ({}, {"site.python": "/usr/bin/python3"}, {"site.python": "no-python"}):
+        (finding,) = check(load([QUICKSTART], over | changes))
         assert finding.startswith(line)
-    for more in ({"layout": "het"}, {"site.name": "cluster"}):
-        assert not [text for text in check(load([QUICKSTART], over | more)) if line in text]
+    for changes in ({"layout": "het"}, {"site.name": "cluster"}):
+        assert not [text for text in check(load([QUICKSTART], over | changes)) if line in text]
     assert main(["run", "--config", str(QUICKSTART), f"--run_dir={run_dir}"]) == 78
     assert line in capsys.readouterr().err and not run_dir.exists()
 

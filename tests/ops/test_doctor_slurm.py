@@ -1,5 +1,4 @@
-"""`relax-hpc doctor`: what is asked of Slurm, its settings, limits and refusals, on one that is
-made up."""
+"""`relax-hpc doctor` with a fake Slurm: its queries, and Slurm's settings, limits and refusals."""
 
 from __future__ import annotations
 
@@ -21,9 +20,11 @@ NO_ACCOUNTS = "warning: site.account, site.qos: checked"
 
 
 @pytest.mark.parametrize("layout", ["het", "jobs", "local"])
-def test_nothing_is_wrong(fake: FakeSlurm, tmp_path: Path, layout: str) -> None:
-    found = bad(diagnose(make(tmp_path, {"layout": layout}), Slurm()))
-    assert [line for line in found if not line.startswith(NO_ACCOUNTS)] == []
+def test_a_valid_configuration_has_no_findings(
+    fake: FakeSlurm, tmp_path: Path, layout: str
+) -> None:
+    findings = bad(diagnose(make(tmp_path, {"layout": layout}), Slurm()))
+    assert [line for line in findings if not line.startswith(NO_ACCOUNTS)] == []
 
 
 CLUSTER_MISTAKES = [
@@ -166,7 +167,7 @@ def test_preemption_that_announces_itself(fake: FakeSlurm, tmp_path: Path) -> No
         ({"memory": "50G"}, ""),
     ],
 )
-def test_memory_is_weighed_against_the_model(
+def test_requested_memory_is_compared_with_the_model(
     fake: FakeSlurm, tmp_path: Path, resources: dict[str, str], expected: str
 ) -> None:
     fake.set(config=CONFIG | {"SelectTypeParameters": "CR_CPU_MEMORY", "DefMemPerCPU": "100"})
@@ -179,12 +180,14 @@ def test_memory_is_weighed_against_the_model(
     config.model.device, config.model.path = "cuda", str(tmp_path)
     for settings in config.groups.values():
         settings.resources.gpus_per_node = 4
-    found = [
+    findings = [
         line
         for line in bad(diagnose(config, Slurm()))
         if line.startswith("warning: groups.rollout.resources.memory")
     ]
-    assert len(found) == bool(expected) and all(re.search(expected, line) for line in found), found
+    assert len(findings) == bool(expected) and all(
+        re.search(expected, line) for line in findings
+    ), findings
 
 
 def test_an_untried_version(fake: FakeSlurm, tmp_path: Path) -> None:
@@ -307,7 +310,9 @@ def test_limits_of_a_qos(fake: FakeSlurm, tmp_path: Path) -> None:
         ("debug||||gres/gpu=2|gres/gpu=8|node=6", ""),
     ],
 )
-def test_what_a_qos_allows(fake: FakeSlurm, tmp_path: Path, row: str, expected: str) -> None:
+def test_requests_are_compared_with_the_limits_of_a_qos(
+    fake: FakeSlurm, tmp_path: Path, row: str, expected: str
+) -> None:
     fake.answer("sacctmgr", "a|debug||\n", match="associations")
     fake.answer("sacctmgr", f"{row}\n", match="show qos")
     groups = {
@@ -315,15 +320,15 @@ def test_what_a_qos_allows(fake: FakeSlurm, tmp_path: Path, row: str, expected: 
         for name in ("rollout", "actor", "actor_fwd", "reference")
     }
     config = make(tmp_path, site(qos="debug", gpu_request="gres") | {"groups": groups})
-    found = diagnose(config, Slurm())
+    findings = diagnose(config, Slurm())
     if expected:
-        expect(found, expected)
+        expect(findings, expected)
     else:
-        assert not [line for line in bad(found) if "qos" in line]
+        assert not [line for line in bad(findings) if "qos" in line]
 
 
 @pytest.mark.parametrize(
-    ("said", "key"),
+    ("reason", "key"),
     [
         (
             "Invalid account or account/partition combination specified",
@@ -332,25 +337,25 @@ def test_what_a_qos_allows(fake: FakeSlurm, tmp_path: Path, row: str, expected: 
         ("Invalid qos specification", "site.qos"),
     ],
 )
-def test_an_account_that_nobody_but_sbatch_knows_of(
-    fake: FakeSlurm, tmp_path: Path, said: str, key: str
+def test_sbatch_rejects_an_account_if_sacctmgr_is_missing(
+    fake: FakeSlurm, tmp_path: Path, reason: str, key: str
 ) -> None:
     fake.remove("sacctmgr")
-    fake.answer("sbatch", err=f"allocation failure: {said}\n", code=1, match="--test-only")
-    found = diagnose(make(tmp_path, site(account="x", qos="y")), Slurm())
-    expect(found, f"error: run.sbatch: sbatch --test-only rejects it: .*{said}; see {key}$")
-    expect(found, f"{NO_ACCOUNTS} only by sbatch --test-only")
+    fake.answer("sbatch", err=f"allocation failure: {reason}\n", code=1, match="--test-only")
+    findings = diagnose(make(tmp_path, site(account="x", qos="y")), Slurm())
+    expect(findings, f"error: run.sbatch: sbatch --test-only rejects it: .*{reason}; see {key}$")
+    expect(findings, f"{NO_ACCOUNTS} only by sbatch --test-only")
 
 
-def test_sbatchs_own_opinion(fake: FakeSlurm, tmp_path: Path) -> None:
+def test_sbatch_test_only_reports_its_refusal(fake: FakeSlurm, tmp_path: Path) -> None:
     fake.answer(
         "sbatch",
         err="allocation failure: Requested reservation is invalid\n",
         code=1,
         match="--test-only",
     )
-    found = diagnose(make(tmp_path, {}), Slurm())
-    expect(found, "error: run.sbatch: sbatch --test-only rejects it: .*reservation is invalid")
+    findings = diagnose(make(tmp_path, {}), Slurm())
+    expect(findings, "error: run.sbatch: sbatch --test-only rejects it: .*reservation is invalid")
     assert len(fake.calls("sbatch")) == 1
 
 
@@ -369,10 +374,10 @@ def test_a_dead_controller(fake: FakeSlurm, tmp_path: Path) -> None:
     )
 
 
-def test_what_slurm_cannot_say_is_listed(fake: FakeSlurm, tmp_path: Path) -> None:
+def test_checks_that_slurm_cannot_answer_are_listed(fake: FakeSlurm, tmp_path: Path) -> None:
     fake.answer("srun", err="srun: error: broken\n", code=1)
     fake.answer("sacctmgr", err="sacctmgr: error: slurmdbd is down\n", code=1)
-    found = diagnose(make(tmp_path, {}), Slurm())
-    expect(found, "warning: site.mpi.launcher: not checked: .*broken")
-    expect(found, "warning: site.account, .*: not checked: .*slurmdbd is down")
+    findings = diagnose(make(tmp_path, {}), Slurm())
+    expect(findings, "warning: site.mpi.launcher: not checked: .*broken")
+    expect(findings, "warning: site.account, .*: not checked: .*slurmdbd is down")
     expect(diagnose(make(tmp_path, {}), None), "warning: Slurm: not queried")

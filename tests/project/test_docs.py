@@ -1,4 +1,4 @@
-"""Pages for people: their links lead somewhere, and the first one stays short."""
+"""Pages of the documentation: links, generated parts, glossary, and docstrings of the code."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "env" / "README.md"])
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _LINES = 119
-_RIDDLE = re.compile(
+_NO_SUBJECT = re.compile(
     r"(how|it|its|that|their|these|they|those|what|where|which|who|why)\b(?!-)", re.IGNORECASE
 )
-"""Beginning of a docstring that does not say what it is about to somebody whom an editor shows it
-alone."""
+"""First word of a docstring that does not name its subject. An editor shows a docstring alone."""
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Anchors of the headings, as GitHub generates them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     for link in _LINK.findall(page.read_text()):
         if not link.startswith(("https://", "http://")):
             path, _, anchor = link.partition("#")
@@ -47,7 +46,7 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= _LINES
 
 
-def test_what_follows_from_the_code_is_up_to_date() -> None:
+def test_generated_pages_are_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, "tools/docs", "--check"],
         cwd=ROOT,
@@ -92,51 +91,49 @@ def test_the_places_to_look_exist() -> None:
     assert not missing
 
 
-def words(heading: str) -> list[tuple[str, str]]:
-    """The rows of the glossary's table under a heading."""
-    section = (
-        (ROOT / "docs" / "glossary.md").read_text().partition(heading)[2].partition("\n## ")[0]
-    )
+def glossary_rows(heading: str) -> list[tuple[str, str]]:
+    """Rows of the glossary's table under a heading, without the first two lines."""
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    section = text.partition(heading)[2].partition("\n## ")[0]
     return re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)[1:]
 
 
 def test_the_glossary_has_few_words_and_each_is_in_use() -> None:
-    own = [word for cell, _ in words("# Glossary") for word in re.findall(r"\*\*(.+?)\*\*", cell)]
-    assert len(own) == len(set(own)) <= 20
+    terms = list[str]()
+    for cell, _ in glossary_rows("# Glossary"):
+        terms += re.findall(r"\*\*(.+?)\*\*", cell)
+    assert len(terms) == len(set(terms)) <= 20
     text = (
         " ".join(path.read_text() for path in sorted((ROOT / "relax_hpc").rglob("*.py")))
         .replace("_", " ")
         .lower()
     )
-    assert not [word for word in own if not re.search(rf"\b{word}", text)]
+    assert not [term for term in terms if not re.search(rf"\b{term}", text)]
 
 
 def test_names_that_are_not_used_do_not_come_back() -> None:
-    gone = {
-        name
-        for cell, _ in words("## Names that are not used")
-        for name in re.findall(r"`(\w+)`", cell)
-    }
-    found = []
+    unused = set[str]()
+    for cell, _ in glossary_rows("## Names that are not used"):
+        unused.update(re.findall(r"`(\w+)`", cell))
+    uses = []
     for path in sorted((ROOT / "relax_hpc").rglob("*.py")):
         tree = ast.parse(path.read_text())
         names = [
             path.stem,
             *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)),
         ]
-        found += [
-            f"{path.name}: {name}" for name in names if gone.intersection(parts_of_name(name))
-        ]
+        uses += [f"{path.name}: {name}" for name in names if unused & words_of_name(name)]
     schema = {option.key.rpartition(".")[2] for option in options()}
-    assert not found and not gone & schema
+    assert not uses and not unused & schema
 
 
-def parts_of_name(name: str) -> set[str]:
-    """
-    >>> sorted(parts_of_name("TurnsDesk") | parts_of_name("turns_desk"))
+def words_of_name(name: str) -> set[str]:
+    """Words of an identifier in lower case.
+
+    >>> sorted(words_of_name("TurnsDesk") | words_of_name("turns_desk"))
     ['desk', 'turns']
     """
-    return {part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
+    return {match.lower() for match in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -150,11 +147,10 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value.value.strip()
 
 
-def test_docstrings_say_what_they_are_about() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-        for path in sorted((ROOT / "relax_hpc").rglob("*.py"))
-        for line, text in docstrings(path.read_text())
-        if _RIDDLE.match(text)
-    ]
-    assert not found, "begin with a noun, a unit or a verb:\n" + "\n".join(found)
+def test_docstrings_begin_with_their_subject() -> None:
+    findings = list[str]()
+    for path in sorted((ROOT / "relax_hpc").rglob("*.py")):
+        for line, text in docstrings(path.read_text()):
+            if _NO_SUBJECT.match(text):
+                findings.append(f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}")
+    assert not findings, "begin with a noun, a unit or a verb:\n" + "\n".join(findings)

@@ -1,7 +1,6 @@
-"""tools/gpu/check.sh on a machine without a GPU: what it finds, and what of its figures is a
-failure.
+"""tools/gpu/check.sh on a machine without a GPU: its report of the machine, and its failures.
 
-All of it, on tiny shapes: `tools/gpu/check.sh --device cpu --small`.
+`tools/gpu/check.sh --device cpu --small` runs all parts with tiny shapes.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ GPU = Path(__file__).parents[2] / "tools/gpu"
 def gpu(monkeypatch):
     """Imports modules of tools/gpu as its scripts do."""
     monkeypatch.syspath_prepend(str(GPU))
-    known = set(sys.modules)
+    modules_before = set(sys.modules)
     yield importlib.import_module
-    for name in set(sys.modules) - known:
+    for name in set(sys.modules) - modules_before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(GPU)):
             del sys.modules[name]
 
 
-def test_the_rows_are_those_of_the_page_and_each_can_be_measured(gpu) -> None:
-    """The arguments of a job, on tiny shapes too, are those that its program takes."""
+def test_rows_are_those_of_the_page_and_arguments_fit_their_programs(gpu) -> None:
+    """Arguments of each job, also those for tiny shapes, fit the signature of its program."""
     rows, jobs = gpu("rows"), gpu("jobs").JOBS
     page = (GPU.parents[1] / "docs/benchmarks/gpu.md").read_text()
     shown = re.findall(r"^\| (.+?) \|", page.partition("<!-- table gpu")[2], re.MULTILINE)
     assert shown[2:] == [row.label for row in rows.ROWS]
-    assert {job for row in rows.ROWS for job in row.jobs} == set(jobs)
+    assert set().union(*(row.jobs for row in rows.ROWS)) == set(jobs)
     for name, job in jobs.items():
         program = gpu(job.program)
         for arguments in (dict(job.arguments), {**job.arguments, **job.small}):

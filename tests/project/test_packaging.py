@@ -30,8 +30,7 @@ IMPORT_NAMES = {
     "markdown_it": "markdown-it-py",
     "decord": "decord2",
     "nixl_cu12": "nixl-cu12",
-    # What torch for CUDA brings along; nothing imports it but by name, see
-    # relax_hpc.training.models.kernels.
+    # A dependency of torch for CUDA. relax_hpc.training.models.kernels imports it by its name.
     "triton": "torch",
 }
 LIGHT = ["cli.py", "errors.py", "versions.py", "config", "launch", "rendezvous"]
@@ -49,22 +48,21 @@ def pins(lock: Path) -> dict[str, str]:
 
 
 def hashes(lock: Path) -> dict[str, set[str]]:
-    """Pin -> its hashes."""
+    """Hashes of each pin."""
     entries = lock.read_text().replace("\\\n", "").splitlines()
-    return {
-        pin: set(rest)
-        for pin, *rest in (line.split() for line in entries if not line.startswith("#"))
-    }
+    fields = [line.split() for line in entries if not line.startswith("#")]
+    return {pin: set(pin_hashes) for pin, *pin_hashes in fields}
 
 
 def declared(*extras: str) -> set[str]:
-    found = map(Requirement, metadata.requires("relax_hpc") or [])
+    """Packages that relax_hpc requires, alone or with ``extras``."""
     contexts = [{"extra": extra} for extra in ("", *extras)]
-    return {
-        canonical(r.name)
-        for r in found
-        if not r.marker or any(r.marker.evaluate(c) for c in contexts)
-    }
+    names = set[str]()
+    for requirement in map(Requirement, metadata.requires("relax_hpc") or []):
+        marker = requirement.marker
+        if not marker or any(marker.evaluate(context) for context in contexts):
+            names.add(canonical(requirement.name))
+    return names
 
 
 def third_party(path: Path, everywhere: bool) -> Iterator[str]:
@@ -80,33 +78,43 @@ def third_party(path: Path, everywhere: bool) -> Iterator[str]:
                 yield canonical(IMPORT_NAMES.get(top, top))
 
 
+def python_files(*folders: str) -> list[Path]:
+    """All Python files in ``folders`` of the checkout."""
+    files = list[Path]()
+    for folder in folders:
+        files += (ROOT / folder).rglob("*.py")
+    return files
+
+
+def other_imports(files: list[Path], allowed: set[str], everywhere: bool) -> list[str]:
+    """`file: package` of each import of a package that is not ``allowed``."""
+    lines = list[str]()
+    for file in files:
+        names = set(third_party(file, everywhere)) - allowed
+        lines += [f"{file.relative_to(ROOT)}: {name}" for name in names]
+    return sorted(lines)
+
+
 def test_every_import_is_declared() -> None:
-    known = declared("all", "puzzles")
-    files = [path for name in ("relax_hpc", "examples") for path in (ROOT / name).rglob("*.py")]
-    missing = {
-        f"{f.relative_to(ROOT)}: {n}" for f in files for n in third_party(f, True) if n not in known
-    }
-    assert not missing, f"add to setup.py: {sorted(missing)}"
+    files = python_files("relax_hpc", "examples")
+    missing = other_imports(files, declared("all", "puzzles"), everywhere=True)
+    assert not missing, f"add to setup.py: {missing}"
 
 
 def test_light_modules_import_only_the_base_requirements() -> None:
-    base = declared()
-    paths = [ROOT / "relax_hpc" / name for name in LIGHT]
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
-    heavy = {
-        f"{f.relative_to(ROOT)}: {n}" for f in files for n in third_party(f, False) if n not in base
-    }
-    assert not heavy, f"import these inside the function that needs them: {sorted(heavy)}"
+    files = list[Path]()
+    for path in (ROOT / "relax_hpc" / name for name in LIGHT):
+        files += [path] if path.is_file() else path.rglob("*.py")
+    heavy = other_imports(files, declared(), everywhere=False)
+    assert not heavy, f"import these inside the function that needs them: {heavy}"
 
 
 def test_every_folder_with_code_is_a_package() -> None:
-    folders = {
-        path.parent for name in ("relax_hpc", "examples") for path in (ROOT / name).rglob("*.py")
-    }
+    folders = {path.parent for path in python_files("relax_hpc", "examples")}
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
 
 
-def test_the_wheel_has_the_examples_instead_of_what_stands_for_them_in_a_checkout(
+def test_the_wheel_has_the_examples_instead_of_their_placeholder(
     tmp_path: Path,
 ) -> None:
     for name in (
@@ -162,12 +170,13 @@ def test_the_libraries_of_torchs_cuda_build_are_those_of_the_gpu_lock() -> None:
     assert cuda.items() <= gpu.items()
 
 
-def test_the_gpu_lock_takes_no_cpu_build_of_torch() -> None:
+def test_the_gpu_lock_lists_no_cpu_build_of_torch() -> None:
     locks = [hashes(ROOT / f"env/requirements-{name}.txt") for name in ("cpu", "gpu")]
     cpu, gpu = (
-        next(found for pin, found in lock.items() if pin.startswith("torch==")) for lock in locks
+        next(entries for pin, entries in lock.items() if pin.startswith("torch=="))
+        for lock in locks
     )
-    assert gpu < cpu, "the CPU lock lists the CPU build that CI installs on top"
+    assert gpu < cpu, "the CPU lock must also list the CPU build that CI installs"
 
 
 @pytest.mark.parametrize("lock", ["cpu", "gpu"])
@@ -199,7 +208,7 @@ def test_gpu_and_cpu_locks_agree_on_what_defines_results() -> None:
 
 
 def verify(site: Path, lock: Path) -> list[str]:
-    """What env/verify.py finds missing in an environment whose site-packages is `site`."""
+    """Pins that env/verify.py reports as missing from the site-packages folder ``site``."""
     code = (
         "import runpy, sys, sysconfig; site = sys.argv[1]; sysconfig.get_path = lambda *a: site; "
         "main = runpy.run_path(sys.argv[2])['main']; main(sys.argv[3:])"
@@ -245,7 +254,7 @@ def test_verify_finds_missing_wrong_and_damaged_packages(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "missing"), [("x = 1\n", []), ("x = 1 \n", []), ("x", ["one==1.0", "two==1.0"])]
 )
-def test_verify_takes_a_file_of_two_packages_at_the_size_that_either_records(
+def test_verify_accepts_a_shared_file_with_the_size_of_either_package(
     tmp_path: Path, text: str, missing: list[str]
 ) -> None:
     site, lock = tmp_path / "site", tmp_path / "lock.txt"
@@ -272,7 +281,7 @@ def wheels_of(version: str, *tags: str) -> dict[str, str]:
 
 @pytest.fixture
 def index() -> Iterator[str]:
-    """Address of a package index that has one package, in the files that real ones have."""
+    """Address of a package index with one package, whose file names are like real ones."""
     linux, mac = "manylinux_2_17_x86_64.manylinux2014_x86_64", "macosx_11_0_arm64"
     files = wheels_of(
         "1",
@@ -327,17 +336,17 @@ def write_hashes(lock: Path, index: str) -> subprocess.CompletedProcess[str]:
 
 def test_hashes_are_those_of_all_wheels_for_both_pythons(tmp_path: Path, index: str) -> None:
     lock = tmp_path / "lock.txt"
-    lock.write_text("# what it is\ntiny==1\n")
+    lock.write_text("# a comment of the lock\ntiny==1\n")
     assert write_hashes(lock, index).returncode == 0
     linux = "manylinux_2_17_x86_64.manylinux2014_x86_64"
     both = (linux, linux.replace("x86_64", "aarch64"))
     public = wheels_of("1", *(f"cp311-cp311-{tag}" for tag in both), f"cp312-cp312-{linux}")
     assert hashes(lock) == {"tiny==1": {f"--hash=sha256:{sha256}" for sha256 in public.values()}}
-    assert lock.read_text().startswith("# what it is\ntiny==1 \\\n    --hash=")
-    own = f"--hash=sha256:{'f' * 64}"
-    lock.write_text(f"tiny==2 {own}\n")
+    assert lock.read_text().startswith("# a comment of the lock\ntiny==1 \\\n    --hash=")
+    own_hash = f"--hash=sha256:{'f' * 64}"
+    lock.write_text(f"tiny==2 {own_hash}\n")
     assert write_hashes(lock, index).returncode == 0
-    assert own in hashes(lock)["tiny==2"] and len(hashes(lock)["tiny==2"]) == 2
+    assert own_hash in hashes(lock)["tiny==2"] and len(hashes(lock)["tiny==2"]) == 2
     lock.write_text("absent==1\ntiny==3\ntiny==4\n")
     done = write_hashes(lock, index)
     problems = [
@@ -358,8 +367,8 @@ def test_hashes_are_those_of_all_wheels_for_both_pythons(tmp_path: Path, index: 
 def test_lock_resolves_with_binaries_only(
     lock: str, architecture: str, python: str, tmp_path: Path
 ) -> None:
-    """By pip's dry run with hashes: what a login node without a driver, a compiler and its package
-    index can install."""
+    """pip's dry run with hashes finds a wheel of each pin, as a login node without a driver and a
+    compiler needs."""
     if not os.environ.get("RELAX_WHOLE"):
         pytest.skip(
             "asks the package index for every pin, a minute a lock: RELAX_WHOLE=1 (env/test.sh "
@@ -395,13 +404,13 @@ def test_lock_resolves_with_binaries_only(
 
 
 def files_of_the_image() -> list[tuple[str, str]]:
-    """(what is copied from the checkout, where to) as the Apptainer definition says."""
+    """Source and target of each copy in the Apptainer definition."""
     section = (ROOT / "env/relax_hpc.def").read_text().split("%files\n")[1].split("\n\n")[0]
     return [(source, target) for source, target in (line.split() for line in section.splitlines())]
 
 
-def test_the_image_holds_what_the_package_is_built_from(tmp_path: Path) -> None:
-    """Built in a folder of exactly those files, as `setup.sh` does in the image."""
+def test_the_image_has_all_files_that_the_build_needs(tmp_path: Path) -> None:
+    """The test builds the package from exactly the files of the image, as `setup.sh` does there."""
     home = Path("/opt/relax_hpc")
     for source, target in files_of_the_image():
         at = tmp_path / Path(target).relative_to(home)

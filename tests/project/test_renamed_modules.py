@@ -1,4 +1,4 @@
-"""Modules can be imported by the names that they had in release 0.1, and are the same modules."""
+"""Modules have the names of release 0.1, too. Both names import the same module."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_name_leads_to_a_module(present: str) -> None:
     assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
-def test_what_is_not_there_is_still_not_found() -> None:
+def test_an_unknown_module_is_still_not_found() -> None:
     assert present_name("relax_hpc.config.load") == ""
     with pytest.raises(ModuleNotFoundError, match="nothing"):
         importlib.import_module("relax_hpc.multimodal.nothing")
@@ -74,5 +74,5 @@ def test_what_is_not_there_is_still_not_found() -> None:
     ],
 )
 def test_an_old_name_in_a_module_is_the_same_object(module: str, old: str, present: str) -> None:
-    found = importlib.import_module(f"relax_hpc.{module}")
-    assert getattr(found, old) is getattr(found, present)
+    namespace = importlib.import_module(f"relax_hpc.{module}")
+    assert getattr(namespace, old) is getattr(namespace, present)

@@ -1,5 +1,4 @@
-"""env/setup.sh: which Python it takes, which builds, what it shows meanwhile, and what a second
-call changes."""
+"""env/setup.sh: the Python and the builds that it selects, its output, and a second call."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def build_editable(directory, *_):
     open(os.environ.get("GATE", os.devnull)).read()
     return os.path.basename(shutil.copy(os.environ["PACKAGE"], directory))
 """
-"""Builds the scratch checkout's package, when somebody has opened the gate."""
+"""Backend that builds the package of the scratch checkout after the test has opened the gate."""
 
 
 def environment(**env: str) -> dict[str, str]:
@@ -51,16 +50,16 @@ def setup(*arguments: str, root: Path = ROOT, **env: str) -> subprocess.Complete
 
 
 def wheel(folder: Path, name: str, version: str, needs: str = "", shared: str = "") -> str:
-    """A package of one module; ``shared``: text of its file `build_backend.py`. Returns the pin of
-    a lock."""
+    """Write a wheel with one module, and return its pin for a lock. ``shared``: text of its file
+    `build_backend.py`."""
     path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
-    about = (
+    description = (
         f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         + f"Requires-Dist: {needs}\n" * bool(needs)
     )
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{name}.py", f"version = {version!r}\n")
-        file.writestr(f"{info}/METADATA", about)
+        file.writestr(f"{info}/METADATA", description)
         file.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
@@ -73,8 +72,7 @@ def wheel(folder: Path, name: str, version: str, needs: str = "", shared: str = 
 
 
 class Checkout:
-    """A checkout whose locks have one small package each, in a folder of wheels in place of an
-    index."""
+    """A checkout with one small package in each lock. A folder of wheels replaces the index."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.wheels = root / "checkout", root / "wheels"
@@ -94,7 +92,7 @@ class Checkout:
         system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
         (self.root / "pyproject.toml").write_text(system)
         (self.root / "setup.py").touch()
-        self.first = ""  # what the first call said
+        self.first_output = ""  # standard error of the first call
         wheel(root, "relax_hpc", "1")
         self.lock("cpu", wheel(self.wheels, "torch", "1"))
         self.lock("cuda", wheel(self.wheels, "cuda_toolkit", "1"))
@@ -104,7 +102,7 @@ class Checkout:
             "PACKAGE": str(package),
             "PATH": f"{root}:{os.environ['PATH']}",
         }
-        # What a version manager puts first: it would do, and is not the system's own.
+        # A version manager puts its Python first on PATH. It works, but is not the system's.
         (root / "python3.11").symlink_to(sys.executable)
 
     def lock(self, name: str, pins: str) -> None:
@@ -114,23 +112,23 @@ class Checkout:
         return setup(root=self.root, **self.env, **env)
 
     def installed(self) -> dict[str, str]:
-        """Name -> version."""
+        """Version of each installed package by its name."""
         site = next((self.root / ".venv/lib").glob("python3*/site-packages"))
-        found = metadata.distributions(path=[str(site)])
-        return {one.metadata["Name"].replace("_", "-"): one.version for one in found}
+        packages = metadata.distributions(path=[str(site)])
+        return {package.metadata["Name"].replace("_", "-"): package.version for package in packages}
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """Installed already."""
-    made = Checkout(tmp_path_factory.mktemp("setup"))
-    done = made.setup()
+    """A checkout whose environment is installed."""
+    checkout = Checkout(tmp_path_factory.mktemp("setup"))
+    done = checkout.setup()
     assert done.returncode == 0, done.stderr
-    made.first = done.stderr
-    return made
+    checkout.first_output = done.stderr
+    return checkout
 
 
-def test_it_prefers_the_systems_python_and_says_which_it_took(checkout: Checkout) -> None:
+def test_setup_prefers_the_systems_python_and_names_it(checkout: Checkout) -> None:
     system = next(
         (
             path
@@ -144,12 +142,12 @@ def test_it_prefers_the_systems_python_and_says_which_it_took(checkout: Checkout
         or subprocess.run([system, "-c", "import ensurepip, venv"], check=False).returncode
     ):
         pytest.skip("the system has no Python 3.11 or 3.12 that makes environments")
-    assert f"with {system}, Python 3.1" in checkout.first
+    assert f"with {system}, Python 3.1" in checkout.first_output
     assert f"executable = {system}" in (checkout.root / ".venv/pyvenv.cfg").read_text()
     assert checkout.installed().items() >= {"torch": "1", "relax-hpc": "1"}.items()
 
 
-def test_a_build_that_the_lock_does_not_list_is_refused_unless_asked_for(
+def test_a_build_that_the_lock_does_not_list_is_refused_unless_allowed(
     checkout: Checkout,
 ) -> None:
     listed = wheel(checkout.wheels, "torch", "2")
@@ -168,7 +166,7 @@ def test_a_build_that_the_lock_does_not_list_is_refused_unless_asked_for(
         and "RELAX_UNHASHED=1: builds are not compared with the lock" in done.stderr
     )
     assert checkout.installed()["torch"] == "2" and checkout.installed()["cuda-toolkit"] == "1"
-    # What is there stays: a lock's hashes are for what is still to be installed.
+    # Installed packages stay: pip compares hashes only of packages that it installs.
     checkout.lock("cpu", other)
     assert checkout.setup().returncode == 0
     assert checkout.setup().stderr == ""
@@ -178,17 +176,17 @@ def test_a_build_that_the_lock_does_not_list_is_refused_unless_asked_for(
 def test_a_cpu_build_of_torch_is_preferred_if_it_is_listed(
     checkout: Checkout, tmp_path: Path, version: str
 ) -> None:
-    """An index tells the hashes of its files, a folder does not, and pip prefers what it knows to
-    be listed."""
+    """pip prefers files whose hashes are in the lock. An index gives hashes of its files, a folder
+    does not."""
     (tmp_path / "torch").mkdir()
-    public, own = (
+    public, cpu_build = (
         wheel(tmp_path, "torch", version),
         wheel(checkout.wheels, "torch", f"{version}+cpu"),
     )
     sha256 = public.split("sha256:")[1].strip()
     page = f'<a href="../torch-{version}-py3-none-any.whl#sha256={sha256}">torch</a>'
     (tmp_path / "torch/index.html").write_text(page)
-    checkout.lock("cpu", public if version == "3" else f"{public.strip()} {own.split()[1]}\n")
+    checkout.lock("cpu", public if version == "3" else f"{public.strip()} {cpu_build.split()[1]}\n")
     done = checkout.setup(PIP_NO_INDEX="0", PIP_INDEX_URL=tmp_path.as_uri(), PIP_EXTRA_INDEX_URL="")
     assert done.returncode == 0, done.stderr
     assert ("does not list this site's CPU build of torch" in done.stderr) == (version == "3")
@@ -198,8 +196,8 @@ def test_a_cpu_build_of_torch_is_preferred_if_it_is_listed(
 def test_packages_that_ship_one_file_with_other_contents_can_be_installed(
     checkout: Checkout,
 ) -> None:
-    """As torch-c-dlpack-ext and flashinfer-python of the GPU lock do. pip keeps the file of the
-    last one."""
+    """torch-c-dlpack-ext and flashinfer-python of the GPU lock share a file. pip keeps the file of
+    the last package."""
     texts = {"first": "x = 1\n", "second": "x = 1  # longer\n"}
     pins = [wheel(checkout.wheels, name, "1", shared=text) for name, text in texts.items()]
     checkout.lock("cpu", wheel(checkout.wheels, "torch", "5") + "".join(pins))
@@ -216,8 +214,7 @@ def test_packages_that_ship_one_file_with_other_contents_can_be_installed(
 
 
 def test_kernels_can_be_linked_with_the_cuda_toolkit_of_wheels(checkout: Checkout) -> None:
-    """The wheels have a libcudart.so.13, no libcudart.so, no lib64 and no libcuda.so, all of which
-    SGLang looks for."""
+    """SGLang needs libcudart.so, lib64 and libcuda.so. The wheels have only a libcudart.so.13."""
     requires("gcc")
     folder = "nvidia/cu13"
     runtime = _compiled(
@@ -234,8 +231,8 @@ def test_kernels_can_be_linked_with_the_cuda_toolkit_of_wheels(checkout: Checkou
         file.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
-        parts = ("bin/nvcc", "lib/libcudart.so.13", "include/cuda.h")
-        names = (*(f"{folder}/{part}" for part in parts), f"{info}/METADATA", f"{info}/WHEEL")
+        paths = ("bin/nvcc", "lib/libcudart.so.13", "include/cuda.h")
+        names = (*(f"{folder}/{path}" for path in paths), f"{info}/METADATA", f"{info}/WHEEL")
         file.writestr(
             f"{info}/RECORD", "".join(f"{name},,\n" for name in (*names, f"{info}/RECORD"))
         )
@@ -264,7 +261,9 @@ def test_kernels_can_be_linked_with_the_cuda_toolkit_of_wheels(checkout: Checkou
         check=True,
         timeout=30,
     )
-    assert "[libcuda.so.1]" in needed.stdout, "the driver's library of the node"
+    assert "[libcuda.so.1]" in needed.stdout, (
+        "the kernel must load the driver's library of the node"
+    )
     assert checkout.setup().stderr == "", "a second call changes nothing"
     (home / "lib/stubs/libcuda.so").unlink()
     assert "setup: done" in checkout.setup().stderr and (home / "lib64/stubs/libcuda.so").exists()
@@ -280,7 +279,7 @@ def _compiled(path: Path, source: str, *options: str) -> Path:
     ("version", "settings", "code"),
     [("2.28", {}, 78), ("2.28", {"RELAX_UNCHECKED": "1"}, 0), ("2.34", {}, 0)],
 )
-def test_a_glibc_older_than_the_wheels_need_stops_it(
+def test_setup_refuses_a_glibc_older_than_the_wheels_need(
     checkout: Checkout, version: str, settings: dict[str, str], code: int
 ) -> None:
     facts = checkout.root / "facts.json"
@@ -296,7 +295,7 @@ def test_a_glibc_older_than_the_wheels_need_stops_it(
         assert "nothing was downloaded" in done.stderr and log.read_bytes() == before
 
 
-def test_the_environment_knows_what_its_lock_needs(checkout: Checkout) -> None:
+def test_the_environment_has_the_minimum_requirements_of_its_lock(checkout: Checkout) -> None:
     assert checkout.setup().returncode == 0
     kept = checkout.root / ".venv/minimum_requirements.json"
     assert kept.read_bytes() == (checkout.root / "env/requirements-cpu.json").read_bytes()
@@ -305,8 +304,8 @@ def test_the_environment_knows_what_its_lock_needs(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["log", "terminal"])
-def test_a_long_step_shows_that_it_moves(checkout: Checkout, terminal: bool) -> None:
-    """The package's build waits until the step has been shown to go on."""
+def test_a_long_step_shows_its_seconds(checkout: Checkout, terminal: bool) -> None:
+    """The build of the package waits until the output shows the seconds of the step."""
     gate = checkout.root / "gate"
     gate.unlink(missing_ok=True)
     os.mkfifo(gate)
@@ -317,19 +316,21 @@ def test_a_long_step_shows_that_it_moves(checkout: Checkout, terminal: bool) -> 
         ["bash", str(checkout.root / "env/setup.sh")], env=env, stderr=writing
     )
     os.close(writing)
-    step, seen = f"setup: installing relax_hpc from {checkout.root}", b""
-    while not re.search(rf"{step}: \d+ s".encode(), seen):
+    step, output = f"setup: installing relax_hpc from {checkout.root}", b""
+    while not re.search(rf"{step}: \d+ s".encode(), output):
         assert (
-            select.select([reading], [], [], 60)[0] and started.poll() is None and len(seen) < 1000
-        ), seen
-        seen += os.read(reading, 4096)
-    gate.write_text("go on")
+            select.select([reading], [], [], 60)[0]
+            and started.poll() is None
+            and len(output) < 1000
+        ), output
+        output += os.read(reading, 4096)
+    gate.write_text("open")
     assert started.wait(timeout=60) == 0
     os.close(reading)
-    assert (b"\r\x1b[K" in seen) == terminal
+    assert (b"\r\x1b[K" in output) == terminal
 
 
-def test_it_names_the_python_it_wants(tmp_path: Path) -> None:
+def test_setup_names_the_versions_of_python_that_it_accepts(tmp_path: Path) -> None:
     done = setup(RELAX_VENV=str(tmp_path / "venv"), RELAX_PYTHON="/bin/false")
     assert (
         done.returncode == 78
@@ -339,12 +340,12 @@ def test_it_names_the_python_it_wants(tmp_path: Path) -> None:
     assert not (tmp_path / "venv.lock").is_symlink(), "a failed call must not leave its lock"
 
 
-def test_it_refuses_an_unknown_argument(tmp_path: Path) -> None:
+def test_setup_refuses_an_unknown_argument(tmp_path: Path) -> None:
     done = setup("cuda", RELAX_VENV=str(tmp_path / "venv"))
     assert done.returncode == 1 and "cuda" in done.stderr and "gpu" in done.stderr
 
 
-def test_it_waits_for_a_living_call_and_takes_over_from_a_dead_one(tmp_path: Path) -> None:
+def test_setup_waits_for_a_running_call_and_replaces_a_dead_one(tmp_path: Path) -> None:
     lock, host = tmp_path / "venv.lock", os.uname().nodename
     env = {
         "RELAX_VENV": str(tmp_path / "venv"),
@@ -359,9 +360,9 @@ def test_it_waits_for_a_living_call_and_takes_over_from_a_dead_one(tmp_path: Pat
         and "still holds" in waited.stderr
     )
     lock.unlink()
-    gone = subprocess.Popen(["/bin/true"])
-    gone.wait(timeout=60)
-    lock.symlink_to(f"{host}:{gone.pid}")
+    ended = subprocess.Popen(["/bin/true"])
+    ended.wait(timeout=60)
+    lock.symlink_to(f"{host}:{ended.pid}")
     assert "no Python 3.11 or 3.12" in setup(**env).stderr
 
 

@@ -1,5 +1,5 @@
-"""Media: stored once, found whole or not at all whoever dies, freed with the last row, counted
-against the tokens."""
+"""Media: stored once, whole or missing after a kill, removed with the last row, and compared with
+the tokens."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ WRITER = """
 import signal, sys
 from pathlib import Path
 from relax_hpc.queue.storage.media import MediaStore
-where, what = sys.argv[1:]
-store = MediaStore(Path(where), grace_s=100)
-real = getattr(Path, what)
+folder, method = sys.argv[1:]
+store = MediaStore(Path(folder), grace_s=100)
+real = getattr(Path, method)
 def stop(path, *args):
     if path.name.startswith(".now"):
         return real(path, *args)
     print("here", flush=True)
     signal.pause()
-setattr(Path, what, stop)
-store.put(b"half") if what == "replace" else store.remove_unused([])
+setattr(Path, method, stop)
+store.put(b"half") if method == "replace" else store.remove_unused([])
 """
 
 
@@ -54,24 +54,28 @@ def store(tmp_path: Path) -> MediaStore:
     return MediaStore(tmp_path / "media", durable=False, grace_s=100)
 
 
-def age(store: MediaStore) -> None:
-    """Let the grace of all files be over."""
+def end_grace(store: MediaStore) -> None:
+    """Make all files older than the grace period."""
     for path in store.folder.iterdir():
         os.utime(path, (1, 1))
 
 
-def kill_in(store: MediaStore, what: str) -> None:
-    """A process that is killed where it would call ``Path.what``: before its blob appears, or in
-    the middle of keep."""
-    words = [sys.executable, "-c", WRITER, str(store.folder), what]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+def kill_before(store: MediaStore, method: str) -> None:
+    """Start a process that uses ``store``, and kill it before it calls ``Path.method``.
+
+    `replace`: before its blob appears. `unlink`: in the middle of `remove_unused`.
+    """
+    command = [sys.executable, "-c", WRITER, str(store.folder), method]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    ) as process:
         assert process.stdout.readline() == b"here\n"
         process.kill()
         assert process.wait(timeout=60) == -signal.SIGKILL
 
 
 def row_with(spans: Iterable[tuple[str, int, int]], length: int = 40) -> dict:
-    """A row whose tokens fit its spans; the last half is sampled."""
+    """A row whose tokens fit its spans. The second half is sampled."""
     row = rows_of([1], Version(1, 0), samples=1, length=length)[0]
     row["token_versions"][: length // 2] = 0
     row["spans"] = [
@@ -83,7 +87,7 @@ def row_with(spans: Iterable[tuple[str, int, int]], length: int = 40) -> dict:
 
 
 @given(blobs=st.lists(st.binary(min_size=1, max_size=200), max_size=6))
-def test_what_is_put_comes_back_and_is_stored_once(tmp_path_factory, blobs):
+def test_media_are_read_as_they_were_put_and_stored_once(tmp_path_factory, blobs):
     store = MediaStore(tmp_path_factory.mktemp("media"), durable=False)
     ids = [store.put(blob) for blob in [*blobs, *blobs]]
     assert [bytes(store.read(media_id)) for media_id in ids] == [*blobs, *blobs]
@@ -96,10 +100,10 @@ def test_arrays_are_stored_by_their_bytes(tmp_path, durable):
     store = MediaStore(tmp_path, durable)
     pixels = np.arange(24, dtype=np.uint8).reshape(4, 6)
     assert store.put(pixels) == store.put(pixels.tobytes()) == store.put(np.asfortranarray(pixels))
-    found = np.frombuffer(store.read(store.put(pixels)), np.uint8).reshape(4, 6)
-    np.testing.assert_array_equal(found, pixels)
+    stored = np.frombuffer(store.read(store.put(pixels)), np.uint8).reshape(4, 6)
+    np.testing.assert_array_equal(stored, pixels)
     with pytest.raises(ValueError, match="read-only"):
-        found[0, 0] = 1
+        stored[0, 0] = 1
 
 
 @pytest.mark.parametrize("size", [0, 11])
@@ -142,60 +146,62 @@ def test_missing_and_damaged_media_are_named(store):
         store.read(media_id)
 
 
-@pytest.mark.parametrize("left", [b"", b"ab", b"abd", b"abcd"])
-def test_damaged_media_are_written_again_by_the_next_put(store, left):
+@pytest.mark.parametrize("damaged", [b"", b"ab", b"abd", b"abcd"])
+def test_damaged_media_are_written_again_by_the_next_put(store, damaged):
     media_id = store.put(b"abc")
-    (store.folder / media_id).write_bytes(left)
+    (store.folder / media_id).write_bytes(damaged)
     assert store.put(b"abc") == media_id
     assert bytes(store.read(media_id)) == b"abc"
 
 
 @given(
     script=st.lists(
-        st.tuples(st.sampled_from(["put", "name", "unname", "age", "keep"]), st.integers(0, 4))
+        st.tuples(
+            st.sampled_from(["put", "name", "unname", "end grace", "remove"]), st.integers(0, 4)
+        )
     )
 )
-def test_only_what_nobody_names_is_removed(tmp_path_factory, script):
-    """Media that rows name, or that were put since the grace began, are there; `keep` leaves
-    nothing else."""
+def test_only_media_without_a_row_and_without_grace_are_removed(tmp_path_factory, script):
+    """`remove_unused` keeps media that rows name or that were put within the grace period, and no
+    others."""
     store = MediaStore(tmp_path_factory.mktemp("media"), durable=False, grace_s=100)
     ids = [MediaStore(store.folder.parent / "other", False).put(bytes([n])) for n in range(5)]
     named: set[str] = set()
     fresh: set[str] = set()
-    for what, number in script:
+    for action, number in script:
         media_id = ids[number]
-        if what == "put":
+        if action == "put":
             assert store.put(bytes([number])) == media_id
             fresh.add(media_id)
-        elif what == "name" and media_id in fresh:
+        elif action == "name" and media_id in fresh:
             named.add(media_id)
-        elif what == "unname":
+        elif action == "unname":
             named.discard(media_id)
-        elif what == "age":
-            age(store)
+        elif action == "end grace":
+            end_grace(store)
             fresh = set()
-        elif what == "keep":
+        elif action == "remove":
             before = set(store.sizes())
             assert set(store.remove_unused(named)) == before - named - fresh
         assert named | fresh <= set(store.sizes())
 
 
-def test_a_writer_killed_in_the_middle_leaves_nothing_that_counts(store):
-    kill_in(store, "replace")
+def test_a_killed_writer_leaves_only_a_temporary_file(store):
+    kill_before(store, "replace")
     assert len(list(store.folder.iterdir())) == 1, "its temporary file"
     assert store.sizes() == {}
     assert store.remove_unused([]) == [] and len(list(store.folder.iterdir())) == 1, (
-        "another writer may be at it"
+        "another writer may still write it"
     )
-    age(store)
+    end_grace(store)
     assert store.remove_unused([]) == [] and not list(store.folder.iterdir())
     assert bytes(store.read(store.put(b"half"))) == b"half"
 
 
-def test_a_controller_killed_in_the_middle_of_keep_loses_nothing(store):
+def test_a_controller_killed_during_remove_unused_loses_no_media(store):
     media_id = store.put(b"abc")
-    age(store)
-    kill_in(store, "unlink")
+    end_grace(store)
+    kill_before(store, "unlink")
     with pytest.raises(MediaError, match=media_id):
         store.read(media_id)
     assert store.remove_unused([media_id]) == []
@@ -203,9 +209,9 @@ def test_a_controller_killed_in_the_middle_of_keep_loses_nothing(store):
 
 
 def test_media_put_while_they_are_removed_stay(store, monkeypatch):
-    """Somebody puts the same content again between the look at its age and its removal."""
+    """Another process puts the same content between the check of its age and its removal."""
     media_id = store.put(b"abc")
-    age(store)
+    end_grace(store)
     files = store._files()
     monkeypatch.setattr(store, "_files", lambda: [*files, store.put(b"abc")][:1])
     assert store.remove_unused([]) == []
@@ -226,7 +232,7 @@ def test_rows_whose_spans_fit_their_tokens_pass(lengths, placeholders):
     row = row_with(spans)
     row["token_ids"][-3:] = PADS["image"]
     assert check_media(row, placeholders) == sum(size for _, _, size in spans), (
-        "sampled placeholders do not count"
+        "sampled placeholders must not count"
     )
     assert media_ids([row]) == ({ID} if spans else set())
 
@@ -247,7 +253,7 @@ def test_rows_that_lost_their_spans_are_found():
         check_media(row, PADS)
 
 
-def test_the_counts_of_whoever_prepared_the_prompt_must_agree():
+def test_media_tokens_of_a_row_must_agree_with_its_spans():
     row = row_with([("audio", 2, 5), ("image", 9, 3)])
     assert check_media(row | {"media_tokens": {ID: 8}}) == 8
     for wrong in ({ID: 7}, {ID: 8, "1" * 64: 1}, {}):
@@ -295,14 +301,14 @@ def test_malformed_spans_are_refused(span):
 @pytest.mark.parametrize(
     "spans", [None, 7, "", {}, *([span] for span in (None, 7, "span", [], {"kind": "image"}))]
 )
-def test_what_is_no_span_is_refused(spans):
+def test_spans_of_another_type_are_refused(spans):
     with pytest.raises(MediaMismatch) as caught:
         check_media(row_with([]) | {"spans": spans})
     assert caught.value.reason == "bad_span"
 
 
 @pytest.mark.parametrize(
-    ("config", "found"),
+    ("config", "expected"),
     [
         ({"vocab_size": 9}, {}),
         ([], {}),
@@ -321,31 +327,31 @@ def test_what_is_no_span_is_refused(spans):
         ),
     ],
 )
-def test_placeholders_are_those_of_the_model(tmp_path, config, found):
+def test_placeholders_are_those_of_the_model(tmp_path, config, expected):
     assert read_placeholders(tmp_path) == {}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_placeholders(tmp_path) == found
+    assert read_placeholders(tmp_path) == expected
 
 
 @pytest.fixture
 def hashed(monkeypatch) -> dict[str, int]:
-    """Bytes that were hashed since, by what for."""
-    found = {"name": 0, "damage": 0}
+    """Hashed bytes by purpose: for names of media, and to find damage."""
+    hashed_bytes = {"name": 0, "damage": 0}
     name, checksum = media.hash_content, media.xxhash.xxh3_128_digest
 
-    def counted(what: str, real: Callable) -> Callable:
-        def count(blob: memoryview, **how: int) -> object:
-            found[what] += len(blob)
-            return real(blob, **how)
+    def counted(purpose: str, real: Callable) -> Callable:
+        def count(blob: memoryview, **options: int) -> object:
+            hashed_bytes[purpose] += len(blob)
+            return real(blob, **options)
 
         return count
 
     monkeypatch.setattr(media, "hash_content", counted("name", name))
     monkeypatch.setattr(media.xxhash, "xxh3_128_digest", counted("damage", checksum))
-    return found
+    return hashed_bytes
 
 
-def test_bytes_are_hashed_once_by_who_stores_and_once_by_each_who_reads(store, hashed):
+def test_bytes_are_hashed_once_by_the_writer_and_once_by_each_reader(store, hashed):
     media_id = store.put(bytes(1000))
     assert hashed == {"name": 1000, "damage": 1000}
     reader = MediaStore(store.folder)
@@ -353,20 +359,18 @@ def test_bytes_are_hashed_once_by_who_stores_and_once_by_each_who_reads(store, h
         reader.check(media_id)
         reader.read(media_id)
     assert hashed == {"name": 1000, "damage": 2000}
-    assert store.put(bytes(1000), media_id) == media_id, "it is there, and named already"
+    assert store.put(bytes(1000), media_id) == media_id, "the medium exists and has its name"
     reader.read(media_id, verify=False)
     assert hashed == {"name": 1000, "damage": 2000}
 
 
-def test_another_put_of_the_same_begins_its_grace_again_and_makes_nobody_hash_it_again(
-    store, hashed
-):
+def test_another_put_of_a_medium_restarts_its_grace_and_needs_no_hash(store, hashed):
     media_id = store.put(bytes(1000))
-    age(store)
+    end_grace(store)
     reader = MediaStore(store.folder)
-    for one in (store, reader):
-        one.check(media_id)
-    age(store)
+    for process in (store, reader):
+        process.check(media_id)
+    end_grace(store)
     before = dict(hashed)
     for _ in range(3):
         assert store.put(bytes(1000), media_id) == media_id
@@ -374,24 +378,24 @@ def test_another_put_of_the_same_begins_its_grace_again_and_makes_nobody_hash_it
         reader.read(media_id)
     assert hashed == before
     assert store.remove_unused([]) == [] and media_id in store.sizes()
-    age(store)
+    end_grace(store)
     assert store.remove_unused([]) == [media_id]
 
 
-@pytest.mark.parametrize("how", ["bytes", "tail", "shorter", "replaced", "gone"])
-def test_what_was_sound_and_has_changed_is_found(store, how):
+@pytest.mark.parametrize("change", ["bytes", "tail", "shorter", "replaced", "removed"])
+def test_a_change_of_a_verified_medium_is_found(store, change):
     media_id = store.put(bytes(1000))
     store.check(media_id)
     path = store.folder / media_id
     os.utime(path, ns=(0, 0))
     store.check(media_id)
     whole = bytearray(path.read_bytes())
-    whole[{"bytes": 500, "tail": -1}.get(how, 0)] ^= 1
-    if how in ("bytes", "tail"):
+    whole[{"bytes": 500, "tail": -1}.get(change, 0)] ^= 1
+    if change in ("bytes", "tail"):
         path.write_bytes(whole)
-    elif how == "shorter":
+    elif change == "shorter":
         os.truncate(path, 999)
-    elif how == "replaced":
+    elif change == "replaced":
         path.with_name("other").write_bytes(whole)
         path.with_name("other").replace(path)
     else:
@@ -399,12 +403,12 @@ def test_what_was_sound_and_has_changed_is_found(store, how):
     for use in (store.check, store.read):
         with pytest.raises(
             MediaError,
-            match="No such file" if how == "gone" else "damaged: .* checksum after them",
+            match="No such file" if change == "removed" else "damaged: .* checksum after them",
         ):
             use(media_id)
 
 
-def test_what_a_process_remembers_is_bounded(store, monkeypatch, hashed):
+def test_the_number_of_verified_media_in_memory_is_bounded(store, monkeypatch, hashed):
     monkeypatch.setattr(media, "_MAX_VERIFIED", 2)
     ids, reader = [store.put(bytes([number])) for number in range(3)], MediaStore(store.folder)
     for media_id in (*ids, ids[2], ids[0]):

@@ -1,5 +1,4 @@
-"""Clocks stand while a group is not there, loads, or works; they run when all are there and nobody
-does anything."""
+"""Deadlines pause while a group is missing, loads or works. They run when all groups wait."""
 
 from __future__ import annotations
 
@@ -28,67 +27,67 @@ GROUPS = ("hub", "rollout", "actor")
 
 
 class World:
-    """Beats of the groups, and a clock."""
+    """Beats of the groups, and a clock that the test sets."""
 
     def __init__(self) -> None:
-        self.now, self.over = 1000.0, set[tuple[str, int]]()
+        self.now, self.ended = 1000.0, set[tuple[str, int]]()
         self.presence = GroupPresence(GROUPS, 30.0, self.now)
 
-    def look(self, *beats: dict[str, Any], seconds: float = 2.0) -> dict[str, str]:
-        """Whom the others wait for after some seconds, and why."""
+    def update(self, *beats: dict[str, Any], seconds: float = 2.0) -> dict[str, str]:
+        """Report ``beats`` after some seconds. Returns the awaited groups with their reasons."""
         self.now += seconds
-        found = {
+        beats_by_file = {
             f"{number}": {"incarnation": 1, "at": self.now} | beat
             for number, beat in enumerate(beats)
         }
-        self.presence.update(found, lambda owner: int(owner in self.over), self.now)
-        return {name: why for name, (why, _) in self.presence.awaited_groups.items()}
+        self.presence.update(beats_by_file, lambda owner: int(owner in self.ended), self.now)
+        return {name: reason for name, (reason, _) in self.presence.awaited_groups.items()}
 
 
-def test_a_group_is_waited_for_until_it_beats_and_has_loaded() -> None:
+def test_a_group_is_awaited_until_it_beats_and_has_loaded() -> None:
     world = World()
     actor, rollout = {"group": "actor"}, {"group": "rollout"}
-    assert world.look(actor) == {"rollout": "is not there"} and world.presence.paused_s == 2.0
-    assert world.look(actor, rollout | {"loads": True}) == {"rollout": "is loading"}
+    assert world.update(actor) == {"rollout": "is not there"} and world.presence.paused_s == 2.0
+    assert world.update(actor, rollout | {"loads": True}) == {"rollout": "is loading"}
     assert world.presence.report(world.now)["rollout"]["since_s"] == 2.0, (
-        "since it was first missed"
+        "the time counts from the first update without the group"
     )
-    assert world.look(actor, rollout) == {} and world.presence.paused_s == 4.0
+    assert world.update(actor, rollout) == {} and world.presence.paused_s == 4.0
 
 
-def test_clocks_stand_while_anybody_works_and_run_when_all_wait() -> None:
+def test_deadlines_pause_while_a_group_works_and_run_when_all_wait() -> None:
     world = World()
     beats = [{"group": name} for name in ("actor", "rollout-2")]
-    assert world.look(*beats, {"group": "actor", "busy_s": 5.0}) == {} and world.presence.paused
-    assert world.look(*beats) == {} and not world.presence.paused
+    assert world.update(*beats, {"group": "actor", "busy_s": 5.0}) == {} and world.presence.paused
+    assert world.update(*beats) == {} and not world.presence.paused
 
 
-def test_what_is_over_or_silent_is_not_there() -> None:
+def test_an_ended_or_silent_incarnation_counts_as_missing() -> None:
     world = World()
     both = [{"group": "actor"}, {"group": "rollout"}]
-    world.over.add(("actor", 1))
-    assert world.look(*both) == {"actor": "is not there"}
-    world.over.clear()
-    assert world.look(*both[1:], both[0] | {"at": world.now - 29.0}) == {"actor": "is not there"}
+    world.ended.add(("actor", 1))
+    assert world.update(*both) == {"actor": "is not there"}
+    world.ended.clear()
+    assert world.update(*both[1:], both[0] | {"at": world.now - 29.0}) == {"actor": "is not there"}
 
 
-def test_a_wait_outlasts_its_time_while_a_group_is_absent(
+def test_a_request_waits_beyond_its_timeout_while_a_group_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue's own clock, and that of a client, stand together; then the error is the
-    queue's."""
+    """The deadlines of the queue and of the client pause together. The queue then reports the
+    timeout."""
     monkeypatch.setattr(presence, "UPDATE_S", 0.05)
     run, config = make_run(tmp_path / "run"), small()
     config.queue.wait_timeout_s, config.liveness.beat_s = 0.3, 0.05
     with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as actor:
-        asked = actor.submit_claim("actor", BUDGET)
+        claim = actor.submit_claim("actor", BUDGET)
         deadline = time.monotonic() + 20.0
         while actor.beat.paused_s < 3 * config.queue.wait_timeout_s and time.monotonic() < deadline:
-            assert not asked.done()
-            # A look at the clock that stands; the deadline above ends it.
+            assert not claim.done()
+            # Polls the paused clock. The deadline above ends the loop.
             time.sleep(0.01)
         assert controller.service.presence.awaited_groups.keys() >= {"rollout"}
-        others = [
+        other_clients = [
             QueueClient(run, config, name, 1)
             for name in config.groups
             if name not in ("hub", "actor")
@@ -96,13 +95,13 @@ def test_a_wait_outlasts_its_time_while_a_group_is_absent(
         with pytest.raises(
             DeadlineError, match=r"claim actor: nothing came for .*waits for rows of rollout"
         ):
-            asked.result(20.0)
+            claim.result(20.0)
         assert not controller.service.presence.awaited_groups
-        for client in others:
+        for client in other_clients:
             client.close()
 
 
-def test_nobody_is_waited_for_longer_than_allowed(
+def test_a_missing_group_is_awaited_only_for_the_longest_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(presence, "UPDATE_S", 0.05)
@@ -115,7 +114,7 @@ def test_nobody_is_waited_for_longer_than_allowed(
         assert time.monotonic() - began >= 0.6
 
 
-def test_how_long_one_part_is_loaded_is_told_but_for_waits_for_a_disk(tmp_path: Path) -> None:
+def test_loading_seconds_of_a_phase_do_not_include_waits_for_a_disk(tmp_path: Path) -> None:
     run, config = make_run(tmp_path / "run"), small()
     with in_thread(run, config), QueueClient(run, config, "actor", 1) as actor:
         actor.connection.call("status")
@@ -129,14 +128,16 @@ def test_how_long_one_part_is_loaded_is_told_but_for_waits_for_a_disk(tmp_path: 
         finally:
             WAITS.end(run.root)
         actor.beat.set_phase("")
-        assert "loading_s" not in actor.beat.content(), "it may wait for the hub"
+        assert "loading_s" not in actor.beat.content(), (
+            "a process without a phase may wait for the hub"
+        )
 
 
-def test_who_waits_for_its_turn_on_devices_is_not_loading(
+def test_a_process_that_waits_for_its_devices_is_not_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is it waited for: it is the actor that loads, and the wait is no part of an engine's
-    start."""
+    """Other groups do not wait for it, because the actor loads. The wait does not count as time of
+    the engine's start."""
     monkeypatch.setattr(presence, "UPDATE_S", 0.0)
     run, config = make_run(tmp_path / "run"), small()
     config.liveness.beat_s = 0.05
@@ -145,9 +146,9 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(
         client.beat.loads, client.beat.busy = lambda: True, lambda: 3600.0
         client.beat.set_phase("waiting for the actor to make room", waits=True)
         client.beat._waited_at = -math.inf
-        about = client.beat.content()
-        assert about["doing"] == "waiting for the actor to make room" and not about["loads"]
-        assert about["busy_s"] < 60.0 and "loading_s" not in about
+        content = client.beat.content()
+        assert content["doing"] == "waiting for the actor to make room" and not content["loads"]
+        assert content["busy_s"] < 60.0 and "loading_s" not in content
         until(
             lambda: "rollout" not in controller.service.presence.awaited_groups,
             20.0,
@@ -156,7 +157,7 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(
         client.beat.set_phase("starting")
         client.beat._phase_since -= 100.0
         assert client.beat.content()["loads"] and client.beat.content()["loading_s"] < 60.0, (
-            "it has waited until now"
+            "the time of the wait must not count"
         )
         until(
             lambda: (
@@ -167,19 +168,19 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(
         )
 
 
-def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:
-    """Of several, what is done is told before what is waited for."""
-    told: list[tuple[str, bool]] = []
+def test_an_engine_that_waits_for_its_devices_reports_this_phase() -> None:
+    """If several engines have phases, work is reported instead of a wait."""
+    reports: list[tuple[str, bool]] = []
     rollout = Rollout.__new__(Rollout)
     rollout.phases = {}
 
     def submit(op: str, timeout: float | None = None, **args: object) -> Future:
-        told.append((op, False))
+        reports.append((op, False))
         answer: Future = Future()
         answer.set_result({})
         return answer
 
-    beat = SimpleNamespace(set_phase=lambda doing, waits: told.append((doing, waits)))
+    beat = SimpleNamespace(set_phase=lambda doing, waits: reports.append((doing, waits)))
     rollout.client = SimpleNamespace(beat=beat, training=TrainingRequests(submit))
 
     class Engine:
@@ -192,21 +193,26 @@ def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:
     replica.rollout, replica.number, replica.engine = rollout, 1, Engine()
     replica.config = SimpleNamespace(colocate=True)
     asyncio.run(replica.start_in_turn())
-    assert told == [(FOR_TURN, True), ("take_turn", False), ("loading weights", False), ("", False)]
+    assert reports == [
+        (FOR_TURN, True),
+        ("take_turn", False),
+        ("loading weights", False),
+        ("", False),
+    ]
     rollout.set_phase("engine 0", FOR_TURN)
     rollout.set_phase("engine 1", "loading weights")
-    assert told[-1] == ("loading weights", False)
+    assert reports[-1] == ("loading weights", False)
 
 
-def test_who_waits_for_a_hub_that_is_away_is_at_no_work(tmp_path: Path) -> None:
-    """It may be away for longer than anything may take, and is told of that before it has
-    answered."""
+def test_a_process_that_waits_for_a_missing_hub_does_not_count_as_busy(tmp_path: Path) -> None:
+    """The hub may be missing for longer than any task may take. The first beat after its return
+    must not report this time as work."""
     run, config = make_run(tmp_path / "run"), small()
     with QueueClient(run, config, "reference", 1) as client:
         client.beat.busy = lambda: 3600.0
         assert client.beat.content()["busy_s"] < 60.0
         with in_thread(run, config):
             client.connection.call("status")
-            assert client.beat.content()["busy_s"] < 60.0, "nor has it been since before"
+            assert client.beat.content()["busy_s"] < 60.0, "time without a hub must not count"
             client.beat._waited_at = -math.inf
             assert client.beat.content()["busy_s"] == 3600.0

@@ -1,12 +1,12 @@
-"""The staleness bound, proven in the small: every order of everything that two engines and an actor
-can do.
+"""The staleness bound in every order of the acts of two engines and an actor, for small runs.
 
-A node of the exploration is a state of the queue and of its users. Each of their steps that is no
-death brings the run forward, so that it ends; where no step is left it must have finished.
+A node of the exploration is a state of the queue and of its users. Each act other than a death
+advances the run, so each path ends. A node without a possible act must be a finished run.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Node:
-    """Everything that matters, so that equal nodes are visited once."""
+    """A state of the exploration. Equal nodes are visited once."""
 
     key: tuple
     engines: tuple[Engine, Engine] = field(compare=False)
@@ -64,7 +64,7 @@ class Small:
             self.resume(0)
 
     def node(self) -> Node:
-        """The present one; engines that change places make no difference."""
+        """The current node. Two nodes are equal if only the order of the engines differs."""
         state = self.service.state
         names = sorted(ENGINES, key=lambda name: self.engines[name])
         groups = tuple(
@@ -115,15 +115,15 @@ class Small:
         return True
 
     def check_nothing_withheld(self, engine: Engine) -> None:
-        """No ticket that the engine may start is left."""
+        """Check that the engine may start no other ticket."""
         state = self.service.state
         if engine.serving in state.lineage:
-            again = [
-                t
-                for t in state.tickets.reissued.lowest(9)
-                if admission._still_trainable(state, engine.serving, [t])
+            reissued = [
+                ticket
+                for ticket in state.tickets.reissued.lowest(9)
+                if admission._still_trainable(state, engine.serving, [ticket])
             ]
-            step = self.plan.step_of(min([state.tickets.next, *again]))
+            step = self.plan.step_of(min([state.tickets.next, *reissued]))
             lags = state.progress.trained_steps - engine.serving.number > self.plan.publish_lag
             assert (
                 lags
@@ -170,11 +170,9 @@ class Small:
         if claim is None:
             return False
         assert claim["tickets"] == list(state.tickets_of(step))
-        versions = [
-            Version.decode(code)
-            for ticket in claim["tickets"]
-            for code in state.groups[ticket].versions
-        ]
+        versions = list[Version]()
+        for ticket in claim["tickets"]:
+            versions += map(Version.decode, state.groups[ticket].versions)
         assert all(version in state.lineage for version in versions)
         assert min(version.number for version in versions) >= step - self.plan.max_staleness
         self.ask(
@@ -203,7 +201,7 @@ class Small:
     # -- all of it ---------------------------------------------------------------------------------
 
     def acts(self) -> list[tuple]:
-        return [(act, name) for act in ("pull", "admit", "put") for name in ENGINES] + [("train",)]
+        return [*itertools.product(("pull", "admit", "put"), ENGINES), ("train",)]
 
     def faults(self) -> list[tuple]:
         return [("kill", name) for name in ENGINES] + [("kill_actor", older) for older in (0, 1)]
@@ -221,9 +219,9 @@ def plan_of(groups: int, steps: int, staleness: int) -> Plan:
 
 
 def explore(plan: Plan, deaths: int) -> int:
-    """Visit every node that can be reached with at most so many deaths; how many there are."""
+    """Visit every node that can be reached with at most ``deaths`` deaths, and count them."""
     first = Small(plan).node()
-    seen, ahead = {first}, [first]
+    visited, ahead = {first}, [first]
     while ahead:
         node = ahead.pop()
         it, moved = Small(plan, node), False
@@ -232,16 +230,16 @@ def explore(plan: Plan, deaths: int) -> int:
             if it.do(act):
                 moved = moved or act not in faults
                 after = it.node()
-                if after not in seen:
-                    seen.add(after)
+                if after not in visited:
+                    visited.add(after)
                     ahead.append(after)
                 it = Small(plan, node)
         assert moved or it.service.state.progress.finished(), node
-    return len(seen)
+    return len(visited)
 
 
 CASES = [(1, 2, 0, 2), (3, 1, 0, 1), (1, 3, 0, 1), (1, 3, 1, 1), (1, 3, 2, 0), (1, 2, 2, 1)]
-"""Prompt groups a step, steps, staleness, deaths."""
+"""Prompt groups per step, steps, staleness, deaths."""
 
 
 @pytest.mark.parametrize(("groups", "steps", "staleness", "deaths"), CASES)
@@ -250,11 +248,11 @@ def test_no_order_of_events_breaks_the_bound_or_stops_the_run(groups, steps, sta
 
 
 def test_no_order_of_events_stops_a_run_whose_engines_may_not_lag():
-    """Behind the newest version by more than publish_lag, none gets a ticket, and all runs end
-    nevertheless.
+    """An engine that lags behind the newest version by more than publish_lag gets no ticket, and
+    all runs still end.
 
-    Of three steps without a death, of two with one; `env/test.sh --all` has both at once, ten times
-    as many states.
+    The runs have three steps without a death, or two steps with one death. `env/test.sh --all` runs
+    three steps with one death, which have ten times as many states.
     """
     plan = replace(plan_of(1, 3, 2), publish_lag=0)
     assert explore(plan, effort(0, 1)) > 300
@@ -269,8 +267,8 @@ def test_no_order_of_events_stops_a_run_whose_engines_may_not_lag():
     )
 
 
-def test_without_the_bound_the_exploration_finds_what_breaks_it(monkeypatch):
-    """The proof would see a mistake: one version of slack too many."""
+def test_the_exploration_fails_if_the_bound_is_too_loose(monkeypatch):
+    """The bound is one version too loose, which the exploration must find."""
     plan = plan_of(1, 3, 0)
     monkeypatch.setattr(
         handlers, "admissible", lambda state, *args: admissible(loose(state), *args)

@@ -59,18 +59,18 @@ def png(shade: int) -> bytes:
 
 def wav(tone: int) -> bytes:
     """A hundredth of a second of 16-bit sound."""
-    held = io.BytesIO()
-    with wave.open(held, "wb") as file:
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(16000)
         file.writeframes((np.sin(np.arange(160) * tone / 100) * 3000).astype("<i2").tobytes())
-    return held.getvalue()
+    return buffer.getvalue()
 
 
 def with_media(client: QueueClient, tickets: list[int], version: Version = V0) -> list[Row]:
-    """Prompt groups, each with a picture of its own and the same sound, as a rollout would make
-    them."""
+    """Rows of prompt groups as a rollout generates them. Each group has another picture and the
+    same sound."""
     rows = []
     for ticket in tickets:
         image, audio = store_media(client, ticket, [png(ticket), wav(7)])
@@ -91,7 +91,7 @@ def files(run) -> set[str]:
 
 
 def step(roles: Roles, number: int) -> None:
-    """A step with media, up to its training."""
+    """Generate, score and train one step with media."""
     tickets = roles.admit(Version(1, number))
     assert (
         roles["rollout"].put_generated(with_media(roles["rollout"], tickets, Version(1, number)))
@@ -105,7 +105,7 @@ def step(roles: Roles, number: int) -> None:
 
 
 def test_media_are_read_by_the_trainer_and_removed_when_their_steps_are_checkpointed(tmp_path):
-    """The hub is killed in between; a medium that later prompts share stays."""
+    """The hub is killed between the steps. A medium that later prompts share stays."""
     run, config = make_run(tmp_path / "run"), small(keep_steps=0)
     shared = hash_content(wav(7))
     with in_thread(run, config), Roles(run, config) as roles:
@@ -122,7 +122,7 @@ def test_media_are_read_by_the_trainer_and_removed_when_their_steps_are_checkpoi
             hash_content(png(0)): 1,
             hash_content(png(1)): 1,
         }
-        assert files(run) == first | {shared}, "trained, and not checkpointed"
+        assert files(run) == first | {shared}, "rows are trained, but not in a checkpoint yet"
         store = MediaStore(run.media)
         assert bytes(store.read(hash_content(png(1)))) == png(1)
         with wave.open(io.BytesIO(store.read(shared))) as sound:
@@ -137,7 +137,7 @@ def test_media_are_read_by_the_trainer_and_removed_when_their_steps_are_checkpoi
         assert files(run) == set() and hub.state.media.holders == {}
 
 
-def test_a_killed_hub_counts_as_before(tmp_path):
+def test_media_counts_survive_a_kill_of_the_hub(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with HubProcess(run) as first, Roles(run, config) as roles:
         tickets = roles.admit(roles.start())
@@ -154,27 +154,26 @@ def test_a_killed_hub_counts_as_before(tmp_path):
             assert all(row["media_tokens"] for row in roles["actor"].rows(claim))
 
 
-def broken(rows: list[Row], how: str, store: Path) -> None:
-    """Make something wrong with the last row."""
+def damage_last_row(rows: list[Row], damage: str, store: Path) -> None:
+    """Damage the spans, counts or media of the last row."""
     spans = rows[-1]["spans"]
-    if how == "fewer":
+    if damage == "fewer":
         rows[-1]["spans"] = [{**spans[0], "length": 3}, spans[1]]
-    elif how == "counted otherwise":
+    elif damage == "counted otherwise":
         rows[-1]["media_tokens"] = {**rows[-1]["media_tokens"], spans[0]["media_id"]: 5}
-    elif how == "not counted":
+    elif damage == "not counted":
         rows[-1]["media_tokens"] = {}
-    elif how == "spans lost":
+    elif damage == "spans lost":
         rows[-1]["spans"] = []
-    elif how == "another medium":
+    elif damage == "another medium":
         rows[-1]["spans"] = [{**spans[0], "media_id": spans[1]["media_id"]}, spans[1]]
     else:
         (store / spans[0]["media_id"]).unlink()
 
 
-def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, monkeypatch):
-    """Not once a sample, nor again for the next claim of the same prompt, nor for what reads it
-    then."""
-    seen: dict[str, list[bytes]] = {"hash_content": [], "xxh3_128_digest": []}
+def test_each_medium_is_hashed_once_and_verified_once_in_each_process(tmp_path, monkeypatch):
+    """Further samples, claims of the same prompt and reads need no further hash or check."""
+    hashed: dict[str, list[bytes]] = {"hash_content": [], "xxh3_128_digest": []}
     for module, name in (
         (media, "hash_content"),
         (media_client, "hash_content"),
@@ -184,7 +183,7 @@ def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, 
         monkeypatch.setattr(
             module,
             name,
-            lambda blob, real=real, n=name, **k: seen[n].append(bytes(blob)) or real(blob, **k),
+            lambda blob, real=real, n=name, **k: hashed[n].append(bytes(blob)) or real(blob, **k),
         )
     run, config = make_run(tmp_path / "run"), small(keep_steps=0)
     with in_thread(run, config), Roles(run, config) as roles:
@@ -193,54 +192,54 @@ def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, 
         assert len(rows) > len(tickets) and roles["rollout"].put_generated(rows) == {}
         roles["rollout"].settle()
         blobs = sorted([png(0), png(1), wav(7)])
-        assert sorted(seen["hash_content"]) == sorted([*blobs, wav(7)]), (
-            "the sound was handed over twice"
+        assert sorted(hashed["hash_content"]) == sorted([*blobs, wav(7)]), (
+            "the sound is stored for two prompt groups"
         )
-        seen["xxh3_128_digest"].clear()
+        hashed["xxh3_128_digest"].clear()
         reader = roles["reference"]
         for _ in range(2):
             claim = reader.claim("reference", BUDGET)
             assert check_claim(reader, claim, PADS)
             assert {bytes(reader.media.read(hash_content(blob))) for blob in blobs} == set(blobs)
-            assert sorted(seen["xxh3_128_digest"]) == blobs
+            assert sorted(hashed["xxh3_128_digest"]) == blobs
             reader.return_claim(claim)
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("damage", "reason"),
     [
         *(
-            (how, "media_mismatch")
-            for how in ("fewer", "counted otherwise", "not counted", "spans lost")
+            (damage, "media_mismatch")
+            for damage in ("fewer", "counted otherwise", "not counted", "spans lost")
         ),
         ("another medium", "media_mismatch"),
         ("removed", "media_missing"),
     ],
 )
-def test_a_mismatch_is_quarantined_and_the_run_goes_on(tmp_path, how, reason):
+def test_a_mismatch_is_quarantined_and_the_run_continues(tmp_path, damage, reason):
     run, config = make_run(tmp_path / "run"), small()
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         tickets = roles.admit(roles.start())
         rows = with_media(roles["rollout"], tickets)
-        broken(rows, how, run.media)
+        damage_last_row(rows, damage, run.media)
         assert roles["rollout"].put_generated(rows) == {}
         roles["rollout"].settle()
         claim = roles["reference"].claim("reference", BUDGET)
         assert claim.tickets == (0, 1) and not check_claim(roles["reference"], claim, PADS)
         assert hub.state.counts.dropped == {reason: 2} and not hub.state.leases
-        assert hash_content(png(1)) in hub.state.media.counts, "its ticket is generated again"
-        again = roles["rollout"].connection.call("admit", reader="rollout/0", count=1)
-        assert (again["tickets"], again["attempts"]) == ([1], [1]), "with another prompt"
+        assert hash_content(png(1)) in hub.state.media.counts, (
+            "media stay while the ticket is generated again"
+        )
+        admitted = roles["rollout"].connection.call("admit", reader="rollout/0", count=1)
+        assert (admitted["tickets"], admitted["attempts"]) == ([1], [1]), "with another prompt"
         assert roles["rollout"].put_generated(with_media(roles["rollout"], [1])) == {}
         roles["rollout"].settle()
         roles.learn(V0)
-        left = roles["reference"].claim("reference", BUDGET)
-        assert left.tickets == (1,), (
-            "the first window was what was left of the one that was given back"
-        )
+        remaining = roles["reference"].claim("reference", BUDGET)
+        assert remaining.tickets == (1,), "the other group of the released window was claimed first"
         assert (
             roles["reference"].put(
-                learned(roles["reference"].rows(left), V0), GIVES["reference"], left
+                learned(roles["reference"].rows(remaining), V0), GIVES["reference"], remaining
             )
             == {}
         )
@@ -248,7 +247,7 @@ def test_a_mismatch_is_quarantined_and_the_run_goes_on(tmp_path, how, reason):
         assert len(roles.train(0)) == 4
 
 
-def test_a_dropped_group_keeps_its_media_until_it_was_made_again(tmp_path):
+def test_a_dropped_group_keeps_its_media_until_it_is_generated_again(tmp_path):
     run, config = make_run(tmp_path / "run"), small(keep_steps=0, staleness=1)
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         roles.admit(roles.start(), 2)
@@ -265,7 +264,7 @@ def test_a_dropped_group_keeps_its_media_until_it_was_made_again(tmp_path):
                 assert image_ids == [hash_content(png(0))] and files(run) == names
 
 
-def test_spares_take_their_media_with_them(tmp_path):
+def test_a_ticket_gets_the_media_of_its_spare(tmp_path):
     run, config = make_run(tmp_path / "run"), small(staleness=2, keep_steps=0)
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         rollout = roles["rollout"]
@@ -282,10 +281,11 @@ def test_spares_take_their_media_with_them(tmp_path):
             sorted([hash_content(png(0)), hash_content(wav(7))])
         )
         assert set(hub.state.media.holders) == {0, ticket}, (
-            "the spare needs nothing for itself any more"
+            "the spare itself must hold no media any more"
         )
-        (place,) = admitted.logs
-        rows = [row for k in (0, 1) for row in read_log(rollout, place)[k]]
+        (log,) = admitted.logs
+        rows_of_episode = read_log(rollout, log)
+        rows = [*rows_of_episode[0], *rows_of_episode[1]]
         ours = [row | {"row_id": row_id(ticket, k), "ticket": ticket} for k, row in enumerate(rows)]
         assert rollout.put_generated([row | {"reward": 0.0} for row in ours]) == {}
         rollout.settle()
@@ -294,7 +294,7 @@ def test_spares_take_their_media_with_them(tmp_path):
         assert claim.tickets == (2,) and check_claim(roles["reference"], claim, PADS)
 
 
-def test_sizes_are_bounded_and_the_line_says_how(tmp_path):
+def test_sizes_are_bounded_and_the_error_names_the_setting(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     config.queue.max_medium_bytes, config.queue.max_group_media_bytes = 1000, 1500
     with in_thread(run, config) as hub, Roles(run, config) as roles:
@@ -321,7 +321,7 @@ def test_sizes_are_bounded_and_the_line_says_how(tmp_path):
         assert hub.state.media.counts == {} and not run.media.exists()
 
 
-def test_only_who_generates_a_group_names_its_media(tmp_path):
+def test_only_the_rollout_that_generates_a_group_can_register_its_media(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         tickets = roles.admit(roles.start())

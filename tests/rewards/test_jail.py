@@ -298,13 +298,15 @@ class Killer:
 
     @staticmethod
     def first(find: Callable[[], list[psutil.Process]]) -> psutil.Process:
-        """The first process that ``find`` finds. One that starts or makes its namespaces may not be
-        there, or may hide its command line, for a moment."""
+        """The first process that ``find`` returns. A process that starts or creates its namespaces
+        may be missing, or may hide its command line, for a moment."""
         deadline = time.monotonic() + 60.0
-        while not (found := find()):
+        processes = find()
+        while not processes:
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        return found[0]
+            processes = find()
+        return processes[0]
 
 
 @pytest.mark.parametrize(("process", "depth"), [("the outer one", 0), ("init", 1)])

@@ -49,8 +49,8 @@ def prompt_of(*episodes: tuple[float, int, int]) -> list:
 
 
 def test_long_episodes_lose_more_the_longer_they_are() -> None:
-    """Of at most 10 tokens with a buffer of 4: none at 6, half at 8, all at 10, by what was drawn
-    and not trained."""
+    """At most 10 tokens with a buffer of 4: no penalty at 6 sampled tokens, half at 8, full at 10.
+    Untrained tokens count."""
     algorithm = DrGrpo(overlong=OverlongConfig(max_tokens=10, buffer=4))
     prompts = [prompt_of((1, 6, 6), (1, 8, 2), (1, 10, 10))]
     assert algorithm.rewards(prompts).tolist() == [[1.0, 0.5, 0.0]]
@@ -137,15 +137,16 @@ def test_rewards_are_permuted_anew_in_every_step_and_alike_in_the_same(samples: 
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_all_trained_tokens() -> None:
     prompts = [prompt_of((1, 3, 3), (0, 2, 1)), prompt_of((5, 4, 4), (1, 2, 2))]
     algorithm = DrGrpo(whiten=True)
-    assert algorithm.whole_step, "it waits for all of the step"
-    made = np.concatenate([one["advantages"] for one in algorithm.given(prompts)])
-    mask = np.concatenate([row["loss_mask"] for prompt in prompts for (row,) in prompt]) > 0
+    assert algorithm.whole_step, "it needs all rows of the step"
+    advantages = np.concatenate([fields["advantages"] for fields in algorithm.given(prompts)])
+    episodes = chain.from_iterable(prompts)
+    mask = np.concatenate([row["loss_mask"] for (row,) in episodes]) > 0
     plain = np.concatenate(DrGrpo().token_advantages(prompts))[mask]
-    assert made[mask] == pytest.approx((plain - plain.mean()) / plain.std(ddof=1), rel=1e-5)
-    assert not made[~mask].any() and made.dtype == np.float32
-    # That is REINFORCE++-baseline.
+    assert advantages[mask] == pytest.approx((plain - plain.mean()) / plain.std(ddof=1), rel=1e-5)
+    assert not advantages[~mask].any() and advantages.dtype == np.float32
+    # The result is that of REINFORCE++-baseline.
     (expected,) = [np.concatenate(ReinforcePPBaseline().token_advantages(prompts))]
-    assert made == pytest.approx(expected, rel=1e-5)
+    assert advantages == pytest.approx(expected, rel=1e-5)
     assert ReinforcePPBaseline().kl.estimator == "k2"
     (finding,) = ReinforcePPBaseline(whiten=True).findings()
     assert finding.startswith("whiten: found true with reinforce_pp_baseline")
@@ -213,14 +214,14 @@ def test_a_penalty_for_length_counts_the_tokens_of_all_rows(name: str) -> None:
     assert algorithm.task_rewards(prompts).tolist() == [[0.5, 1.0]]
     fields = algorithm.given(prompts)
     long, short = fields[1]["advantages"][-1], fields[2]["advantages"][-1]
-    assert long < short, "a penalty that reaches no advantage is none"
+    assert long < short, "the penalty must change the advantages"
     plain = dataclasses.replace(algorithm, overlong=OverlongConfig()).given(prompts)
     assert plain[1]["advantages"][-1] == pytest.approx(plain[2]["advantages"][-1])
 
 
-def test_dapo_is_a_file_to_lay_over_a_run(tmp_path: Path) -> None:
+def test_dapo_is_a_configuration_file_for_any_run(tmp_path: Path) -> None:
     """All five parts of the paper: clip-higher, a mean over tokens, dynamic sampling, soft
-    punishment, and what was cut is left out."""
+    punishment, and a mask of truncated responses."""
     config = load([CONFIGS / "algorithms" / "dapo.yaml"])
     algorithm = config.algorithm
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.reduction) == (

@@ -58,18 +58,20 @@ def test_older_tokens_may_be_left_out_of_the_loss(numbers: list[list[int]]) -> N
         assert masked["loss_mask"].dtype == np.uint8
 
 
-def test_groups_of_equal_rewards_may_be_left_out() -> None:
+def test_groups_of_equal_rewards_are_filtered() -> None:
     differ = get_filter("rewards_differ")
     assert isinstance(rows_of([[1], [1]], [0.0, 0.5], keeps=differ), list)
-    found = rows_of([[1], [1]], [0.5, 0.5], keeps=differ)
-    assert found == Failure("filtered", "rewards [0.5] (prompt p)", (0.5, 0.5))
+    failure = rows_of([[1], [1]], [0.5, 0.5], keeps=differ)
+    assert failure == Failure("filtered", "rewards [0.5] (prompt p)", (0.5, 0.5))
     assert get_filter("")([1.0, 1.0])
 
 
-def test_a_filter_that_raises_costs_the_group() -> None:
-    found = rows_of([[1], [1]], [0.5, 0.5], keeps=lambda rewards: 1 / (rewards[0] - rewards[1]) > 0)
+def test_a_filter_that_raises_fails_the_group() -> None:
+    failure = rows_of(
+        [[1], [1]], [0.5, 0.5], keeps=lambda rewards: 1 / (rewards[0] - rewards[1]) > 0
+    )
     text = "filter_exception: ZeroDivisionError: float division by zero (prompt p)"
-    assert found == Failure("filter_exception", text)
+    assert failure == Failure("filter_exception", text)
 
 
 def test_an_unknown_filter_is_named_with_the_nearest() -> None:
@@ -79,8 +81,8 @@ def test_an_unknown_filter_is_named_with_the_nearest() -> None:
         get_filter("reward_differ")
 
 
-class Words:
-    """A tokenizer of which only the text of a response matters."""
+class NumberTokens:
+    """A tokenizer whose text is the list of token ids."""
 
     eos_ids = (2,)
 
@@ -89,23 +91,22 @@ class Words:
 
 
 def own_reward(samples: list[RewardInput]) -> list[dict[str, float]]:
-    """By the first token, of which 7 is bad."""
+    """Rewards by the first token. Token 7 has a component that is not finite."""
     first = [int(sample.response_text.split()[0]) for sample in samples]
     return [
         {"total": n / 10, "a name/of it": n, "good": math.nan if n == 7 else 1.0} for n in first
     ]
 
 
-def test_components_of_rewards_are_counted_and_known_of_samples(
+def test_components_of_rewards_are_counted_and_stored_with_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of a group that comes to nothing too; known are those of samples that people may look
-    at."""
-    monkeypatch.setattr(group_rewards, "make_rewards", lambda *about: InThread(own_reward, 60.0))
+    """Components of failed groups count, too. Only samples that people may read keep them."""
+    monkeypatch.setattr(group_rewards, "make_rewards", lambda *args: InThread(own_reward, 60.0))
     config, reported = Config(prompts_per_step=2), list[tuple[int, dict[str, float]]]()
     config.rollout.filter = "rewards_differ"
     judging = group_rewards.GroupRewards(
-        config, Words(), lambda *what: reported.append(what), lambda ticket: ticket == 4
+        config, NumberTokens(), lambda *what: reported.append(what), lambda ticket: ticket == 4
     )
 
     def judged(ticket: int, *firsts: int) -> list[Row] | Failure:
@@ -113,8 +114,13 @@ def test_components_of_rewards_are_counted_and_known_of_samples(
         answers = [Generation([first, 2], [-0.5] * 2, versions, "stop") for first in firsts]
         return asyncio.run(judging.rows(PROMPT, ticket, answers))
 
-    rows, others, bad, alike = judged(4, 1, 2), judged(5, 3, 4), judged(6, 1, 7), judged(8, 5, 5)
-    assert [row["reward"] for row in (*rows, *others)] == [0.1, 0.2, 0.3, 0.4]
+    rows, other_rows, bad, alike = (
+        judged(4, 1, 2),
+        judged(5, 3, 4),
+        judged(6, 1, 7),
+        judged(8, 5, 5),
+    )
+    assert [row["reward"] for row in (*rows, *other_rows)] == [0.1, 0.2, 0.3, 0.4]
     assert bad.reason == "reward_not_finite" and "good: returned nan" in bad.detail
     assert alike.reason == "filtered"
     sums = [(2, 3, 2), (2, 7, 2), (4, 10, 2)]
@@ -126,9 +132,9 @@ def test_components_of_rewards_are_counted_and_known_of_samples(
         )
         for step, total, count in sums
     ]
-    about = judging.take_details([*rows, *others])
-    assert list(about) == [row["row_id"] for row in rows] and judging.take_details(rows) == {}
-    assert about[rows[0]["row_id"]] == {
+    details = judging.take_details([*rows, *other_rows])
+    assert list(details) == [row["row_id"] for row in rows] and judging.take_details(rows) == {}
+    assert details[rows[0]["row_id"]] == {
         "answer": "2",
         "components": {"a name/of it": 1.0, "good": 1.0},
     }
