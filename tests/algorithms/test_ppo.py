@@ -22,7 +22,7 @@ from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.tiny_model import qwen3_config
 from tests.requirements import requires
-from tests.rollout.test_episodes import groups, whole_and_cut
+from tests.rollout.test_episodes import groups, whole_and_split
 
 shares = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 
@@ -111,7 +111,7 @@ def test_tokens_that_are_drawn_and_not_trained_are_paid_for_by_the_one_before() 
 @settings(max_examples=20, deadline=None)
 @given(groups)
 def test_whitened_advantages_leave_returns_as_they_are(group) -> None:
-    rows = whole_and_cut(*group)[1]
+    rows = whole_and_split(*group)[1]
     plain, white = (
         advantages_of(rows, Ppo(whiten=whiten, gae_lambda=0.9), seed=0) for whiten in (False, True)
     )
