@@ -128,7 +128,7 @@ def check_distillation_agrees(layout: dict[str, Any], directory: Path, out: Path
         layout["parallel"].get("data", 1),
     )
     for replica in range(replicas):
-        found = load_file(out / f"likeliest-{replica}.safetensors")["said"].numpy()
+        found = load_file(out / f"likeliest-{replica}.safetensors")["likeliest"].numpy()
         np.testing.assert_allclose(found, np.concatenate(said[replica::replicas]), atol=1e-4)
     for found in json.loads((out / "distill.json").read_text()):
         ours.accumulate([batch(samples)])

@@ -1,9 +1,10 @@
-"""Copies from a mapped file into live parameters: all bytes, in any strides, through rooms of any
+"""Copies from a mapped file into live parameters: all bytes, with any strides, through buffers of any
 size."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,8 +35,8 @@ CPU = torch.device("cpu")
 
 
 def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Whole ones, slices along each axis, another type, no rows, no axes, views of a larger
-    parameter."""
+    """Sources and targets: whole tensors, slices along each axis, another type, no rows, no axes, and
+    views of a larger parameter."""
     numbers = torch.arange(4096, dtype=torch.float32).view(64, 64)
     fused = torch.zeros(4, 48, 64)
     sources = [
@@ -47,7 +48,7 @@ def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
         numbers.bfloat16(),
         numbers[:2],
     ]
-    targets = [torch.full(one.shape, -1, dtype=one.dtype) for one in sources[:-1]]
+    targets = [torch.full_like(source, -1) for source in sources[:-1]]
     targets[5] = torch.full((64, 64), -1.0)
     return [
         *zip(sources, [*targets, fused[0, :2]], strict=True),
@@ -56,32 +57,34 @@ def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("staged", "room"), [(False, 1 << 20), (True, 1 << 20), (True, 1024), (True, 320)]
+    ("staged", "buffer_bytes"), [(False, 1 << 20), (True, 1 << 20), (True, 1024), (True, 320)]
 )
-def test_every_target_has_its_source_however_small_the_rooms(staged: bool, room: int):
-    asked = pairs()
-    transfers = Transfers(CPU, staged, room)
+def test_every_target_has_its_source_with_buffers_of_any_size(staged: bool, buffer_bytes: int):
+    copies = pairs()
+    transfers = Transfers(CPU, staged, buffer_bytes)
     for _ in range(2):
-        transfers.copy(asked)
-        for source, target in asked:
+        transfers.copy(copies)
+        for source, target in copies:
             assert torch.equal(target, source.to(target.dtype))
             target.detach().zero_()
 
 
 def test_pieces_fit_and_small_ones_share_a_buffer(monkeypatch):
-    cut = [one for source, target in pairs() for one in pieces(source, target, 1024)]
-    assert max(source.nbytes for source, _ in cut) <= 1024
-    transfers, filled = Transfers(CPU, True, 4096), []
+    copies = list(itertools.chain(*(pieces(source, target, 1024) for source, target in pairs())))
+    assert max(source.nbytes for source, _ in copies) <= 1024
+    transfers = Transfers(CPU, True, 4096)
+    buffers: list[list[torch.Tensor]] = []
     start = Copier.start
-    monkeypatch.setattr(
-        Copier,
-        "start",
-        lambda self, sources, to: filled.append(sources) or start(self, sources, to),
-    )
-    transfers.copy(cut)
-    assert all(sum(source.nbytes for source in sources) <= 4096 for sources in filled)
-    assert [one for sources in filled for one in sources] == [source for source, _ in cut]
-    assert len(filled) < len(cut) / 2
+
+    def start_and_record(self, sources, buffer):
+        buffers.append(sources)
+        return start(self, sources, buffer)
+
+    monkeypatch.setattr(Copier, "start", start_and_record)
+    transfers.copy(copies)
+    assert all(sum(source.nbytes for source in sources) <= 4096 for sources in buffers)
+    assert list(itertools.chain(*buffers)) == [source for source, _ in copies]
+    assert len(buffers) < len(copies) / 2
 
 
 @pytest.mark.parametrize("length", [1, 63, 1023, 1025, 4097, 10_000])
@@ -165,17 +168,20 @@ def test_shares_of_threads_are_even_in_bytes_and_have_each_row_once(monkeypatch)
             target.fill(0)
 
 
-def test_of_a_mapped_file_a_rank_copies_its_slices_alone(tmp_path: Path):
-    """As SGLang's weight loaders do it: narrow, then copy; what is no part of the file is left
-    alone."""
+def test_a_rank_copies_only_its_slices_of_a_mapped_file(tmp_path: Path):
+    """Weight loaders of SGLang narrow a tensor and then copy it. Copies of other tensors are not
+    changed."""
     whole = {"column": torch.randn(8, 6), "row": torch.randn(6, 8)}
     save_file(whole, tmp_path / "model.safetensors")
-    sent: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     transfers = Transfers(CPU, True, 1024)
-    defer, transfers.defer = (
-        transfers.defer,
-        lambda source, target: (sent.append(source), defer(source, target)),
-    )
+    defer = transfers.defer
+
+    def defer_and_record(source: torch.Tensor, target: torch.Tensor) -> None:
+        sources.append(source)
+        defer(source, target)
+
+    transfers.defer = defer_and_record
     with SafetensorFiles(tmp_path) as files:
         views, other = {name: files[name][:] for name in whole}, torch.zeros(2)
         fused, row = torch.zeros(2, 4, 6), torch.nn.Parameter(torch.zeros(6, 4))
@@ -185,12 +191,13 @@ def test_of_a_mapped_file_a_rank_copies_its_slices_alone(tmp_path: Path):
             other.copy_(torch.ones(2))
     assert torch.equal(fused[1], whole["column"][4:]) and torch.equal(row.data, whole["row"][:, 4:])
     assert not fused[0].any() and other.all()
-    assert sum(one.nbytes for one in sent) == (8 * 6 + 6 * 8) * 4 // 2
+    assert sum(source.nbytes for source in sources) == (8 * 6 + 6 * 8) * 4 // 2
 
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_a_loader_that_reads_a_target_between_its_copies_has_the_new_values(staged: bool):
-    """Copies are deferred until an operation that is no view, so that small tensors go together."""
+    """Copies are deferred until an operation that is no view, so that small tensors are copied
+    together."""
     sources, target = [torch.ones(8), torch.full((8,), 2.0)], torch.zeros(2, 8)
     transfers = Transfers(CPU, staged)
     with copying(transfers, sources):
@@ -202,7 +209,7 @@ def test_a_loader_that_reads_a_target_between_its_copies_has_the_new_values(stag
 
 
 class Stream:
-    """A stream that is no GPU's: it lists what it waits for."""
+    """Stream without a GPU that records the streams and events for which it waits."""
 
     current: Stream
 
@@ -228,7 +235,7 @@ class Event:
 
 
 def test_a_publish_copies_on_two_streams_and_waits_for_both(monkeypatch):
-    """With streams of no GPU: each waits for the training, which waits for the events of both."""
+    """Each stream waits for training, and training waits for the events of both."""
     training = Stream.current = Stream()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -245,7 +252,9 @@ def test_a_publish_copies_on_two_streams_and_waits_for_both(monkeypatch):
     ]
     copied = ring.SlabRing(SlabPool(), (), infos, slices, 2, 1 << 20, pinned=True)
     copied.copy()
-    assert all(map(torch.equal, copied._targets[0], [one.flatten() for one in whole.values()]))
+    assert all(
+        map(torch.equal, copied._targets[0], [tensor.flatten() for tensor in whole.values()])
+    )
     streams, done = copied._copies._streams, copied._copies._done
     assert used == [streams[0], streams[1], streams[1]]
     assert all(stream.waits == [training] for stream in streams) and not training.waits
@@ -257,23 +266,25 @@ def test_a_publish_copies_on_two_streams_and_waits_for_both(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_model_is_loaded_from_the_mapped_file_itself_into_the_live_parameters(tiny: Path):
+def test_a_model_is_copied_from_the_mapped_file_into_its_parameters(tiny: Path):
     model = policy(tiny)
-    live = {one.untyped_storage().data_ptr() for one in model.module.parameters()}
+    parameters = model.module.parameters()
+    live = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     with SafetensorFiles(tiny) as files:
         for source, target in model._live_pairs(files):
-            assert any(low <= source.data_ptr() < high for low, high in mapped(".safetensors"))
+            ranges = mapped_ranges(".safetensors")
+            assert any(low <= source.data_ptr() < high for low, high in ranges)
             assert target.untyped_storage().data_ptr() in live
 
 
-def mapped(suffix: str) -> list[tuple[int, int]]:
-    """Where in this process's memory files of such names are."""
-    lines = [
-        line.split()
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if line.endswith(suffix)
-    ]
-    return [tuple(int(end, 16) for end in words[0].split("-")) for words in lines]
+def mapped_ranges(suffix: str) -> list[tuple[int, int]]:
+    """Addresses at which this process has mapped files whose names end with ``suffix``."""
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(suffix):
+            low, high = line.split()[0].split("-")
+            ranges.append((int(low, 16), int(high, 16)))
+    return ranges
 
 
 def test_an_engine_finishes_its_last_batch_before_weights_change(monkeypatch):
