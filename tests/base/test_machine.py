@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from relax_hpc.base.free_memory import available_host_bytes
 from relax_hpc.base.machine.facts import (
     UNLIMITED,
     Disk,
@@ -358,3 +360,38 @@ def test_python_3_6_can_read_it(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and not node.level:
             assert node.module != "__future__", "Python 3.6 does not know annotations"
             assert (node.module or "").split(".")[0] in sys.stdlib_module_names
+
+
+def numa_node(folder: Path, number: int, cpus: str, free_kib: int, cached_kib: int) -> None:
+    """A NUMA node as the kernel shows it in /sys/devices/system/node."""
+    node = folder / f"node{number}"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text(f"{cpus}\n")
+    (node / "meminfo").write_text(
+        f"Node {number} MemTotal:       {2 * (free_kib + cached_kib)} kB\n"
+        f"Node {number} MemFree:        {free_kib} kB\n"
+        f"Node {number} Active(anon):   500 kB\n"
+        f"Node {number} Active(file):   {cached_kib - 60} kB\n"
+        f"Node {number} Inactive(file): 40 kB\n"
+        f"Node {number} SReclaimable:   20 kB\n"
+    )
+
+
+def test_memory_of_gpus_is_not_host_memory(tmp_path: Path) -> None:
+    """Grace Hopper shows the memory of a GPU as a NUMA node without CPUs."""
+    for number, cpus in enumerate(("0-71", "72-143")):
+        numa_node(tmp_path, number, cpus, free_kib=3000, cached_kib=1000)
+    for number in (4, 12):
+        numa_node(tmp_path, number, "", free_kib=5000, cached_kib=2000)
+    (tmp_path / "node5").mkdir()
+    (tmp_path / "online").write_text("0-1,4,12\n")
+    assert available_host_bytes(tmp_path, available=21000 * 1024) == (21000 - 14000) * 1024
+    assert available_host_bytes(tmp_path, available=13000 * 1024) == 0
+
+
+def test_all_memory_is_host_memory_without_such_nodes(tmp_path: Path) -> None:
+    numa_node(tmp_path, 0, "0-7", free_kib=3000, cached_kib=1000)
+    assert available_host_bytes(tmp_path, available=4000) == 4000
+    assert available_host_bytes(tmp_path / "missing", available=4000) == 4000
+    # Other processes change the figure between the two reads.
+    assert available_host_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.5)

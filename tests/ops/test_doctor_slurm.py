@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -165,16 +166,30 @@ def test_preemption_that_announces_itself(fake: FakeSlurm, tmp_path: Path) -> No
         ({"memory": "20G"}, r"found '20G', .* grants 20.0 GiB per node \(as requested\)"),
         ({"memory": "0"}, ""),
         ({"memory": "50G"}, ""),
+        ({"memory": "0", "node_mib": 340000}, ""),
+        # Of 340,000 MiB, 4 GPUs of 79 GiB have 323,584.
+        (
+            {"memory": "0", "node_mib": 340000, "memory_includes_gpus": True},
+            r"found '0', .* grants 16.0 GiB per node \(RealMemory, without the memory of the "
+            r"GPUs\), .*; the nodes have no more",
+        ),
     ],
 )
 def test_requested_memory_is_compared_with_the_model(
-    fake: FakeSlurm, tmp_path: Path, resources: dict[str, str], expected: str
+    fake: FakeSlurm, tmp_path: Path, resources: dict[str, Any], expected: str
 ) -> None:
-    fake.set(config=CONFIG | {"SelectTypeParameters": "CR_CPU_MEMORY", "DefMemPerCPU": "100"})
+    resources = dict(resources)
+    node_mib = resources.pop("node_mib", 64000)
+    fake.set(
+        config=CONFIG | {"SelectTypeParameters": "CR_CPU_MEMORY", "DefMemPerCPU": "100"},
+        nodes=[f"node{n}|main*|idle|8|{node_mib}|host{n}|gpu:4" for n in range(4)],
+    )
+    grace_hopper = site(memory_includes_gpus=resources.pop("memory_includes_gpus", False))
     shutil.copy(ROOT / "configs/models/Qwen3-4B/config.json", tmp_path)
     config = make(
         tmp_path,
         {"layout": "jobs", "rollout": {"replicas": 8}}
+        | grace_hopper
         | group("rollout", cpus_per_task=8, **resources),
     )
     config.model.device, config.model.path = "cuda", str(tmp_path)

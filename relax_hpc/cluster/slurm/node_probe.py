@@ -22,10 +22,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import psutil
-
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError
 from relax_hpc.base.foreign_files import parse_json, read_in_run
+from relax_hpc.base.free_memory import available_host_bytes
 from relax_hpc.base.machine.own_environment import own_problems
 from relax_hpc.base.machine.requirements import GPU, PROGRAMS
 from relax_hpc.base.rundir import RunDir
@@ -54,7 +53,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
     gpus: int = 0
     memory_gib: float = 0.0
-    """Free host memory."""
+    """Free host memory, without that of GPUs."""
     shm_mib: int = 0
     clock_s: float = 0.0
     """Seconds by which the clock of the run directory's file system is ahead of this host."""
@@ -92,7 +91,7 @@ def check_node(
     uses = [*([GPU] if gpus else []), *([PROGRAMS] if programs else [])]
     report.problems += [str(problem) for problem in own_problems(uses) if problem.is_fatal]
     report.meets_requirements = not report.problems
-    report.memory_gib = round(psutil.virtual_memory().available / 2**30, 2)
+    report.memory_gib = round(available_host_bytes() / 2**30, 2)
     if report.memory_gib < min_memory_gib:
         report.problems.append(
             f"memory: found {report.memory_gib} GiB free, needed: {min_memory_gib:g}"

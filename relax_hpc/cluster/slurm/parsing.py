@@ -82,6 +82,11 @@ class SlurmNode:
     address: str
     """Host name or address; nodes of a sandbox share one."""
 
+    def count_gpus(self, kind: str = "") -> int:
+        """Number of GPUs of type ``kind``, or of all types."""
+        devices = re.findall(r"\bgpu:(?:([^:,()]+):)?(\d+)", self.gres)
+        return sum(int(number) for name, number in devices if not kind or name == kind)
+
 
 def parse_time(text: str) -> float | None:
     """Seconds of a time in Slurm's formats ``[days-]hours:minutes:seconds``, ``minutes:seconds``,

@@ -136,6 +136,9 @@ class SiteConfig:
     """Memory of one GPU in GiB as torch reports it: 79 for an H100 or A100 with 80 GB, 39 for 40
     GB, 139 for an H200. A run that cannot fit by calculation is refused, see `relax-hpc plan`. With
     0 nothing is refused."""
+    memory_includes_gpus: bool = False
+    """Whether Slurm counts the memory of the GPUs as memory of a node, as sites with Grace Hopper
+    do. `doctor` then compares a run with the rest."""
     memory_request: Literal["mem", "none"] = "mem"
     """Option by which jobs request memory. `none`: the site derives memory from the CPUs and
     accepts no memory option; `memory` of groups is ignored."""

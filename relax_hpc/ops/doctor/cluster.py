@@ -217,7 +217,7 @@ def _size(
     gpus = 0 if config.site.gpu_request == "none" else component.gpus_per_node
     cpus = component.tasks_per_node * component.cpus_per_task
     requests: list[tuple[str, int, Callable[[SlurmNode], int]]] = [
-        ("gpus_per_node", gpus, _gpu_counter(config)),
+        ("gpus_per_node", gpus, lambda node: node.count_gpus(config.site.gpu_type)),
         ("cpus_per_task", cpus, lambda node: node.cpus),
         ("memory", parse_mebibytes(component.memory), lambda node: node.memory_mib),
     ]
@@ -279,17 +279,6 @@ def _excess(
         else "see site.gpu_type and site.gpu_request, or sinfo -o '%P %G'"
     )
     return error(f"{key}: found {requested}, {nodes} {largest} GPUs{kind}; {fix}")
-
-
-def _gpu_counter(config: Config) -> Callable[[SlurmNode], int]:
-    """Function that counts the GPUs of a node, of type `site.gpu_type` if that is set."""
-    kind = config.site.gpu_type
-
-    def count(node: SlurmNode) -> int:
-        devices = re.findall(r"\bgpu:(?:([^:,()]+):)?(\d+)", node.gres)
-        return sum(int(number) for name, number in devices if not kind or name == kind)
-
-    return count
 
 
 def parse_mebibytes(memory: str) -> int:

@@ -29,11 +29,14 @@ def check_memory(
     if "MEMORY" not in limits.get("SelectTypeParameters", "").upper() or not nodes:
         return
     granted_mib, source = _granted_memory(component, requested_mib, nodes, limits)
+    host_memory_mib = max(_host_memory_mib(config, node) for node in nodes)
+    if host_memory_mib < granted_mib:
+        granted_mib, source = host_memory_mib, f"{source}, without the memory of the GPUs"
     needed_mib = host_mib(config, component)
     if granted_mib >= needed_mib:
         return
     advice = f'set "0" (all memory of a node), or at least {needed_mib / 1024:.0f}G'
-    if granted_mib >= max(node.memory_mib for node in nodes):
+    if granted_mib >= host_memory_mib:
         advice = "the nodes have no more; use nodes with more memory, or more nodes"
     yield warning(
         f"groups.{component.name}.resources.memory: found {component.memory or 'none'!r}, for "
@@ -58,6 +61,13 @@ def _granted_memory(
         if per_node_mib.isdigit():
             return int(per_node_mib), "DefMemPerNode"
     return max(node.memory_mib for node in nodes), "RealMemory"
+
+
+def _host_memory_mib(config: Config, node: SlurmNode) -> int:
+    """MiB of a node's memory in Slurm that are not memory of its GPUs."""
+    if not config.site.memory_includes_gpus:
+        return node.memory_mib
+    return node.memory_mib - int(node.count_gpus() * config.site.gpu_memory_gib * 1024)
 
 
 def host_mib(config: Config, component: Component) -> float:
