@@ -29,6 +29,7 @@ from relax_hpc.base.errors import (
 from relax_hpc.base.imports import fast_imports
 from relax_hpc.base.local_dir import LOCAL_DIR, local_folder, use_folders_of_this_node
 from relax_hpc.base.log_rotation import LogRotator, find_own_log
+from relax_hpc.base.machine.own_environment import restart_with_compat_driver
 from relax_hpc.base.orphaned_memory import sweep_orphaned_memory
 from relax_hpc.base.programming_errors import describe_programming_error, plugin_names
 from relax_hpc.base.rundir import RunDir
@@ -305,6 +306,8 @@ def main(
     use_folders_of_this_node()
     try:
         config = load_resolved(args.run_dir, args.group)
+        if config.model.device == "cuda":
+            restart_with_compat_driver(module, argv or sys.argv[1:])
         restart_in_local_environment(config, module, argv or sys.argv[1:])
     except (RelaxError, OSError) as error:
         write_exit_mark(mark, EXIT_RETRY, f"copying the environment to this node: {error}")

@@ -15,6 +15,12 @@ import psutil
 import pytest
 
 from relax_hpc.base.free_memory import available_host_bytes
+from relax_hpc.base.machine.compat_driver import (
+    VARIABLE,
+    CompatDriver,
+    compat_variables,
+    find_compat_driver,
+)
 from relax_hpc.base.machine.facts import (
     UNLIMITED,
     Disk,
@@ -40,6 +46,7 @@ MACHINE = ROOT / "relax_hpc/base/machine"
 LOCKS = {name: read_needs(ROOT / f"env/requirements-{name}.json") for name in ("cpu", "gpu")}
 TERABYTE = 10**12
 H100 = Driver("580.65.06", ("NVIDIA H100 80GB HBM3",) * 8, ("9.0",) * 8)
+COMPAT = CompatDriver("580.65.06", "/usr/local/cuda/compat")
 GOOD = Facts(
     system="Linux",
     architecture="x86_64",
@@ -69,7 +76,11 @@ def problems(lock: str = "gpu", **changes: Any) -> list[str]:
         {"driver": H100._replace(capabilities=("8.0", "8.9", "12.1"))},
         # A model that is not in the table, on which nvidia-smi was too slow.
         {"driver": H100._replace(gpus=("NVIDIA X999",), capabilities=())},
-        {"driver": H100._replace(version="535.1"), "compatible_driver": "580.65.06"},
+        {"driver": H100._replace(version="535.1"), "compat_driver": COMPAT},
+        {
+            "driver": H100._replace(version="570.86.15", gpus=("NVIDIA RTX A6000",)),
+            "compat_driver": COMPAT._replace(is_chosen=True),
+        },
         {"python": "3.12.9", "libc": "glibc 2.34", "open_files": 4096},
         # What cannot be read is not compared.
         Facts()._asdict() | {"c_compiler": "gcc"},
@@ -102,12 +113,36 @@ def test_machines_that_meet_the_requirements(changes: dict[str, Any]) -> None:
         ),
         (
             {"driver": H100._replace(version="570.86.15")},
-            "NVIDIA driver 570.86.15 found, 580 or newer needed by CUDA 13.0: update it, or load "
-            "cuda-compat-13-0 in site.modules",
+            "NVIDIA driver 570.86.15 found, 580 or newer needed by CUDA 13.0: update it; or install "
+            "cuda-compat-13-0, and name its folder in site.env.RELAX_COMPAT_LIBRARIES",
         ),
         (
-            {"driver": H100._replace(version="535.1"), "compatible_driver": "550.54.15"},
-            "NVIDIA driver 535.1 found, 580 or newer needed by CUDA 13.0",
+            {
+                "driver": H100._replace(version="535.1"),
+                "compat_driver": COMPAT._replace(version="550.54.15"),
+            },
+            "NVIDIA driver 535.1 found, 580 or newer needed by CUDA 13.0: update it; or install ",
+        ),
+        (
+            {"driver": H100._replace(version="560.28.03"), "compat_driver": COMPAT},
+            "NVIDIA driver 560.28.03 found, 580 or newer needed by CUDA 13.0: update it; "
+            "cuda-compat for CUDA 13 works with drivers 535, 550, 565, 570, 575 only",
+        ),
+        (
+            {
+                "driver": H100._replace(version="570.86.15", gpus=("NVIDIA GeForce RTX 4090",)),
+                "compat_driver": COMPAT._replace(is_chosen=True, is_loaded=True),
+            },
+            "NVIDIA driver 570.86.15 found, 580 or newer needed by CUDA 13.0: update it; "
+            "cuda-compat does not work on NVIDIA GeForce RTX 4090, only on data-centre GPUs",
+        ),
+        (
+            {
+                "driver": H100._replace(version="570.86.15", gpus=("NVIDIA RTX A6000",)),
+                "compat_driver": COMPAT,
+            },
+            "NVIDIA driver 570.86.15 found, 580 or newer needed by CUDA 13.0: update it; "
+            "NVIDIA RTX A6000 is not known as a data-centre GPU, on which cuda-compat works",
         ),
         ({"driver": Driver(answers=False)}, "NVIDIA driver without an answer found, an answer "),
         ({"disk": Disk("/home", 1, 10**9)}, "1.0 GB free in /home found, 10.0 GB needed for the "),
@@ -289,14 +324,70 @@ def test_this_machine(tmp_path: Path) -> None:
     assert facts_from_json(facts_to_json(other), facts) == other._replace(**kept)
 
 
-def test_cuda_compat_is_the_first_libcuda_of_the_library_path(tmp_path: Path) -> None:
-    compat = tmp_path / "compat"
-    compat.mkdir()
-    (compat / "libcuda.so.580.65.06").touch()
-    (compat / "libcuda.so.1").symlink_to("libcuda.so.580.65.06")
-    for folders, version in ((f"/nothing:{compat}", "580.65.06"), (":/nothing", "")):
-        facts = read_facts(environment={"LD_LIBRARY_PATH": folders}, with_driver=False)
-        assert facts.compatible_driver == version
+def make_compat(folder: Path, version: str) -> str:
+    """A folder as in package cuda-compat."""
+    folder.mkdir(parents=True)
+    (folder / f"libcuda.so.{version}").touch()
+    (folder / "libcuda.so.1").symlink_to(f"libcuda.so.{version}")
+    return str(folder)
+
+
+def test_cuda_compat_is_taken_from_a_chosen_or_a_known_folder(tmp_path: Path) -> None:
+    loaded = make_compat(tmp_path / "loaded", "580.65.06")
+    chosen = make_compat(tmp_path / "chosen", "580.82.07")
+    make_compat(tmp_path / "root/usr/local/cuda-12.9/compat", "575.57.08")
+    known = make_compat(tmp_path / "root/usr/local/cuda-13.0/compat", "580.95.05")
+    root = str(tmp_path / "root")
+    variables = {"LD_LIBRARY_PATH": f"/nothing:{loaded}", VARIABLE: chosen}
+    compat = find_compat_driver(variables, root)
+    assert compat == CompatDriver("580.65.06", loaded, is_chosen=True, is_loaded=True)
+    assert compat_variables(compat, variables) == {}
+    variables["LD_LIBRARY_PATH"] = ":/nothing"
+    compat = find_compat_driver(variables, root)
+    assert compat == CompatDriver("580.82.07", chosen, is_chosen=True)
+    assert compat_variables(compat, variables) == {"LD_LIBRARY_PATH": f"{chosen}::/nothing"}
+    assert find_compat_driver({VARIABLE: "/nothing"}, root).version == ""
+    compat = find_compat_driver({}, root)
+    assert compat == CompatDriver("580.95.05", known)
+    assert compat_variables(compat, {}) == {"LD_LIBRARY_PATH": known}
+    assert find_compat_driver({}, str(tmp_path)) == CompatDriver()
+
+
+RESTARTED_ROLE = """
+import os, sys
+from relax_hpc.base.machine import own_environment
+from relax_hpc.base.machine.facts import Driver, read_facts
+driver = Driver(sys.argv[1], (sys.argv[2],), ("9.0",))
+own_environment.read_facts = lambda: read_facts(with_driver=False)._replace(driver=driver)
+own_environment.own_needs = lambda: {"cuda": "13.0"}
+own_environment.restart_with_compat_driver("role", sys.argv[1:])
+print(os.getpid(), os.environ.get("LD_LIBRARY_PATH", ""))
+"""
+
+
+@pytest.mark.parametrize(
+    ("driver", "gpu", "is_used"),
+    [
+        ("535.230.02", "NVIDIA H100 80GB HBM3", True),
+        ("580.65.06", "NVIDIA H100 80GB HBM3", False),
+        ("535.230.02", "NVIDIA GeForce RTX 4090", False),
+        ("", "NVIDIA H100 80GB HBM3", False),
+    ],
+)
+def test_a_role_restarts_with_cuda_compat_where_its_driver_is_too_old(
+    tmp_path: Path, driver: str, gpu: str, is_used: bool
+) -> None:
+    folder = make_compat(tmp_path / "compat", "580.82.07")
+    (tmp_path / "role.py").write_text(RESTARTED_ROLE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "role", driver, gpu],
+        cwd=tmp_path,
+        env={VARIABLE: folder, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    output, _ = process.communicate(timeout=60)
+    assert output.rstrip("\n") == f"{process.pid} {folder if is_used else ''}"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .compat_driver import CompatDriver, find_compat_driver
+
 DRIVER_DEADLINE_S = 0.7
 """Seconds for the NVIDIA driver to answer. Its files answer in milliseconds; nvidia-smi, which is
 needed for unknown models of GPUs only, takes seconds if the driver has to initialize them."""
@@ -67,8 +69,8 @@ class Facts(NamedTuple):
     driver: Driver = Driver()
     nvidia_devices: int = 0
     """Number of NVIDIA GPUs on the PCI bus, which are seen without a driver too."""
-    compatible_driver: str = ""
-    """Version of the `libcuda.so` of package cuda-compat in LD_LIBRARY_PATH."""
+    compat_driver: CompatDriver = CompatDriver()
+    """Libraries of a newer driver, from package cuda-compat."""
 
 
 CAPABILITIES = {
@@ -130,7 +132,7 @@ def read_facts(
         temporary_disk=_disk(temporary) if disk else Disk(),
         driver=ask_driver(root, driver_deadline_s) if with_driver else Driver(),
         nvidia_devices=_nvidia_devices(Path(root)),
-        compatible_driver=_compatible_driver(environment),
+        compat_driver=find_compat_driver(environment, root),
     )
 
 
@@ -162,6 +164,7 @@ def facts_to_json(facts: Facts) -> str:
     are left out: they are those of an installation, which may be made on another machine."""
     fields = dict(facts._asdict())
     fields["driver"] = dict(facts.driver._asdict())
+    fields["compat_driver"] = dict(facts.compat_driver._asdict())
     for name in ("python", "disk", "temporary_disk"):
         del fields[name]
     return json.dumps(fields, indent=1)
@@ -225,16 +228,6 @@ def _nvidia_devices(root: Path) -> int:
     return count
 
 
-def _compatible_driver(environment: "Mapping[str, str]") -> str:
-    """Version in the name of the first libcuda.so.1 of LD_LIBRARY_PATH, which ld.so will load."""
-    for folder in environment.get("LD_LIBRARY_PATH", "").split(":"):
-        library = Path(folder, "libcuda.so.1")
-        if folder and library.exists():
-            version = library.resolve().name.partition(".so.")[2]
-            return version if version != "1" else ""
-    return ""
-
-
 def ask_driver(root: str = "/", deadline_s: float = DRIVER_DEADLINE_S) -> Driver:
     """The NVIDIA driver of this machine; `Driver()` if there is none.
 
@@ -244,7 +237,8 @@ def ask_driver(root: str = "/", deadline_s: float = DRIVER_DEADLINE_S) -> Driver
     if not _path_exists(Path(root, "proc/driver/nvidia")):
         return Driver()
     process = subprocess.Popen(
-        [sys.executable, "-S", "-E", str(Path(__file__).resolve()), root],
+        [sys.executable, "-S", "-E", "-m", "machine.facts", str(Path(root).absolute())],
+        cwd=str(Path(__file__).resolve().parents[1]),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .compat_driver import VARIABLE, forbidden_reason
 from .facts import UNKNOWN, Facts
+from .version_numbers import parse_version
 
 INSTALLATION, GPU, PROGRAMS = "installation", "gpu", "programs"
 """Uses of a machine: pip installs the lock there; roles use GPUs; programs of the policy run in
@@ -180,10 +182,33 @@ def _driver(facts: Facts, needs: "dict[str, Any]") -> "Iterator[Problem]":
     if not driver.version and facts.nvidia_devices:
         found, advice = f"{facts.nvidia_devices} NVIDIA GPUs without a driver", "install it"
         yield Problem(found, needed, purpose, advice, is_fatal=False)
-    elif driver.version and max(map(_major, (driver.version, facts.compatible_driver))) < oldest:
-        package = "cuda-compat-" + "-".join(cuda.split(".")[:2])
-        advice = f"update it, or load {package} in site.modules (data-centre GPUs only)"
-        yield Problem("NVIDIA driver " + driver.version, needed, purpose, advice)
+    elif driver.version and _major(driver.version) < oldest:
+        reason = compat_problem(facts, cuda)
+        if reason:
+            advice = f"update it; {reason}"
+            yield Problem("NVIDIA driver " + driver.version, needed, purpose, advice)
+
+
+def uses_compat_driver(facts: Facts, cuda: str) -> bool:
+    """Whether CUDA ``cuda`` runs on this machine only with the package cuda-compat, and runs
+    with it."""
+    driver = facts.driver.version
+    oldest = OLDEST_DRIVERS.get(_major(cuda), 0)
+    return bool(driver) and _major(driver) < oldest and not compat_problem(facts, cuda)
+
+
+def compat_problem(facts: Facts, cuda: str) -> str:
+    """Reason why the package cuda-compat does not make an old driver run CUDA ``cuda``; empty if it
+    does."""
+    compat = facts.compat_driver
+    for gpu in sorted(set(facts.driver.gpus)):
+        reason = forbidden_reason(gpu, facts.driver.version, _major(cuda), compat.is_chosen)
+        if reason:
+            return reason
+    if _major(compat.version) >= OLDEST_DRIVERS.get(_major(cuda), 0):
+        return ""
+    package = "cuda-compat-" + "-".join(cuda.split(".")[:2])
+    return f"or install {package}, and name its folder in site.env.{VARIABLE}"
 
 
 def _gpus(facts: Facts, needs: "dict[str, Any]") -> "Iterator[Problem]":
@@ -212,17 +237,6 @@ def _namespaces(facts: Facts) -> "Iterator[Problem]":
         found = f"user namespaces forbidden ({facts.user_namespaces})"
         advice = "ask the site to allow them, or see jails in docs/reference/rewards.md"
         yield Problem(found, "permission", "for jails of programs", advice)
-
-
-def parse_version(text: str) -> "tuple[int, ...]":
-    """Numbers of a version; everything after the last number is ignored."""
-    numbers = []
-    for part in text.split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
 
 
 def _major(version: str) -> int:
