@@ -2,7 +2,7 @@
 before SGLang is imported, and only on nodes without a GPU.
 
 Written for SGLang 0.5.21 with the `torch_native` attention and `pytorch` sampling backends.
-Installed packages take precedence over the stand-ins.
+Installed packages take precedence over the stand-ins, except kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def install() -> None:
     # SGLang 0.5.21 imports triton (on a CPU its kernels are defined and never compiled) and
     # sgl_kernel, which have no CPU packages. Last in the list, so that installed packages are found
     # first.
-    sys.meta_path.append(_StandIns())
+    stand_ins = _StandIns()
+    sys.meta_path.append(stand_ins)
+    if _has_cuda_kernels():
+        sys.meta_path.insert(0, _KernelStandIn(stand_ins))
     patch_on_import(
         {
             "sglang.srt.mem_cache.pool_host.common": _disable_host_registration,
@@ -50,6 +53,15 @@ def install() -> None:
 def installed() -> bool:
     """Whether `install` has installed the stand-ins in this process."""
     return any(isinstance(finder, _StandIns) for finder in sys.meta_path)
+
+
+def _has_cuda_kernels() -> bool:
+    """Whether the installed sgl_kernel has code for GPUs only, as the wheels of the GPU lock."""
+    spec = importlib.util.find_spec("sgl_kernel")
+    if spec is None or spec.origin is None:
+        return False
+    # sglang-kernel 0.4.7 has a folder of libraries for each generation of GPUs (load_utils.py).
+    return any(Path(spec.origin).parent.glob("sm[0-9]*"))
 
 
 def _disable_host_registration(module: ModuleType) -> None:
@@ -91,6 +103,21 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: a stand-in has no code."""
+
+
+class _KernelStandIn(importlib.abc.MetaPathFinder):
+    """Finds the stand-in for `sgl_kernel` before the installed package. The libraries of that are
+    linked with libcuda.so.1, which a machine without the NVIDIA driver does not have, and have no
+    code for CPUs."""
+
+    def __init__(self, stand_ins: _StandIns) -> None:
+        self._stand_ins = stand_ins
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        return self._stand_ins.find_spec(fullname) if fullname == "sgl_kernel" else None
 
 
 class _StubClass:
