@@ -31,7 +31,8 @@ class Wheel:
     """A wheel of the index.
 
     `nbytes`: size of the file, 0 if the index does not give it. `requires_python`: versions that it
-    accepts besides its tags, such as `>=3.12`; pip refuses others.
+    accepts besides its tags, such as `>=3.12`; pip refuses others. `yanked`: its authors have
+    withdrawn it.
     """
 
     filename: str
@@ -40,6 +41,12 @@ class Wheel:
     nbytes: int
     url: str
     requires_python: str = ""
+    yanked: bool = False
+
+    @property
+    def version(self) -> Version:
+        """Version of the package."""
+        return parse_wheel_filename(self.filename)[1]
 
     def accepts(self, python: tuple[int, int]) -> bool:
         """Whether `requires_python` allows all releases of a Python."""
@@ -61,8 +68,8 @@ def index_address() -> str:
     return (configured or PyPI.simple_url).rstrip("/")
 
 
-def list_wheels(name: str, version: str, index: str) -> list[Wheel]:
-    """Wheels that the index has of one version; none if it does not know the package."""
+def list_releases(name: str, index: str) -> list[Wheel]:
+    """Wheels that the index has of all versions; none if it does not know the package."""
     address = f"{index}/{canonicalize_name(name)}/"
     answer = requests.get(address, headers={"Accept": _JSON}, timeout=120)
     if answer.status_code == 404:
@@ -71,20 +78,25 @@ def list_wheels(name: str, version: str, index: str) -> list[Wheel]:
     wheels = []
     for file in answer.json()["files"]:
         try:
-            _, wheel_version, _, tags = parse_wheel_filename(file["filename"])
+            tags = parse_wheel_filename(file["filename"])[3]
         except InvalidWheelFilename:  # source archives, and files of older tools
             continue
-        if wheel_version == Version(version):
-            wheel = Wheel(
-                filename=file["filename"],
-                sha256=file["hashes"]["sha256"],
-                tags=tags,
-                nbytes=file.get("size", 0),
-                url=file.get("url", ""),
-                requires_python=file.get("requires-python") or "",
-            )
-            wheels.append(wheel)
+        wheel = Wheel(
+            filename=file["filename"],
+            sha256=file["hashes"]["sha256"],
+            tags=tags,
+            nbytes=file.get("size", 0),
+            url=file.get("url", ""),
+            requires_python=file.get("requires-python") or "",
+            yanked=bool(file.get("yanked")),
+        )
+        wheels.append(wheel)
     return wheels
+
+
+def list_wheels(name: str, version: str, index: str) -> list[Wheel]:
+    """Wheels that the index has of one version; none if it does not know the package."""
+    return [wheel for wheel in list_releases(name, index) if wheel.version == Version(version)]
 
 
 def list_all_wheels(pins: Sequence[tuple[str, str]], index: str) -> list[list[Wheel]]:

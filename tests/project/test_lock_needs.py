@@ -1,4 +1,5 @@
-"""What the wheels of a lock need of a machine: derived from an index, and stored for the locks."""
+"""What the wheels of a lock need of a machine, and whether the lock was installed: derived from an
+index, or stored by a nightly script, for the locks."""
 
 from __future__ import annotations
 
@@ -12,14 +13,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
+from packaging.version import Version
 
 CLASHES = {
     "build_backend.py": "scripts that built two wheels, which nothing imports; env/verify.py "
     "accepts the size of either"
 }
 """Path that wheels of a lock contain with different contents -> why that does no harm."""
-ENV = Path(__file__).resolve().parents[2] / "env"
+ROOT = Path(__file__).resolve().parents[2]
+ENV = ROOT / "env"
 
 
 @pytest.fixture(scope="module", name="tools")
@@ -129,3 +133,34 @@ def test_targets_are_read_from_libraries(
     assert set(read_targets(library)) == {(80, False), (90, False), (120, True)}
     library.write_bytes(b"")
     assert list(read_targets(library)) == []
+
+
+def test_newer_releases_for_a_newer_python(tools: tuple[ModuleType, ModuleType]) -> None:
+    newer_python, wheel_index = importlib.import_module("newer_python"), tools[1]
+
+    def wheel(name: str, **values: object) -> object:
+        return wheel_index.Wheel(name, "", parse_wheel_filename(name)[3], 0, "", **values)
+
+    releases = {
+        "both": [wheel("both-1-py3-none-any.whl")],
+        "newer": [
+            wheel("newer-1-cp311-cp311-manylinux_2_28_x86_64.whl"),
+            wheel("newer-2-cp312-cp312-manylinux_2_28_x86_64.whl"),
+            wheel("newer-3-cp312-cp312-manylinux_2_28_aarch64.whl"),
+            wheel("newer-4-py3-none-any.whl", yanked=True),
+            wheel("newer-5rc1-py3-none-any.whl"),
+        ],
+        "declared": [
+            wheel("declared-1-py3-none-any.whl"),
+            wheel("declared-1.1-py3-none-any.whl", requires_python=">=3.12"),
+        ],
+    }
+    pins = dict.fromkeys(releases, Version("1"))
+    newer = newer_python.newer_releases(pins, releases)
+    versions = {name: (str(old), str(new.version)) for name, (old, new) in newer.items()}
+    assert versions == {"newer": ("1", "2"), "declared": ("1", "1.1")}
+    needed = {"both": [Requirement("newer<2"), Requirement("absent")], "newer": []}
+    known = newer_python.find_conflicts(pins, needed)
+    assert known == {"both needs absent"}
+    conflicts = newer_python.find_conflicts(pins | {"newer": Version("2")}, needed)
+    assert conflicts - known == {"both needs newer<2"}
