@@ -320,9 +320,8 @@ def succeeded(live: SlurmRun, *faults: str) -> Iterator[None]:
 def hub_nodes(live: SlurmRun) -> list[str]:
     """Both nodes of component 0."""
     job = live.job("hub")
-    lines = [
-        line.split()
-        for line in live.sandbox.client("squeue", "--noheader", "--format=%A %N").splitlines()
-    ]
+    # Waiting jobs have no nodes.
+    table = live.sandbox.client("squeue", "--noheader", "--states=RUNNING", "--format=%A %N")
+    lines = [line.split() for line in table.splitlines()]
     (nodes,) = [node_names for job_id, node_names in lines if job_id == job]
     return live.sandbox.client("scontrol", "show", "hostnames", nodes).split()
