@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from relax_hpc.base.errors import ConfigError
+from relax_hpc.config.gpus import device_variables
 from relax_hpc.config.roles import RANKED, ROLES
 from relax_hpc.config.schema import Config, GroupConfig, TrainerConfig
 
@@ -43,11 +44,12 @@ def group_settings(config: Config, name: str) -> GroupConfig:
 def group_environment(config: Config, name: str) -> dict[str, str]:
     """Return the environment variables of a group."""
     group = group_settings(config, name)
+    variables = {**group.env, **device_variables(config, group)}
     if not group.code:
-        return dict(group.env)
+        return variables
     # Without PYTHONSAFEPATH Python looks first in the working directory, which may be a checkout.
     paths = [group.code, *filter(None, [group.env.get("PYTHONPATH")])]
-    return group.env | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return variables | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def group_roles(config: Config, name: str) -> list[str]:

@@ -15,23 +15,23 @@ import psutil
 import pytest
 
 from relax_hpc.base.free_memory import available_host_bytes
-from relax_hpc.base.machine.compat_driver import (
-    VARIABLE,
-    CompatDriver,
-    compat_variables,
-    find_compat_driver,
-)
 from relax_hpc.base.machine.facts import (
     UNLIMITED,
     Disk,
-    Driver,
     Facts,
     ask_driver,
     facts_from_json,
     facts_to_json,
-    gpu_capability,
     read_facts,
 )
+from relax_hpc.base.machine.gpu_vendors import (
+    CompatDriver,
+    Driver,
+    compat_variables,
+    find_compat_driver,
+)
+from relax_hpc.base.machine.gpu_vendors.cuda_compat import VARIABLE
+from relax_hpc.base.machine.gpu_vendors.nvidia import gpu_capability
 from relax_hpc.base.machine.requirements import (
     GPU,
     INSTALLATION,
@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MACHINE = ROOT / "relax_hpc/base/machine"
 LOCKS = {name: read_needs(ROOT / f"env/requirements-{name}.json") for name in ("cpu", "gpu")}
 TERABYTE = 10**12
-H100 = Driver("580.65.06", ("NVIDIA H100 80GB HBM3",) * 8, ("9.0",) * 8)
+H100 = Driver("580.65.06", ("NVIDIA H100 80GB HBM3",) * 8, ("9.0",) * 8, vendor="nvidia")
 COMPAT = CompatDriver("580.65.06", "/usr/local/cuda/compat")
 GOOD = Facts(
     system="Linux",
@@ -57,7 +57,7 @@ GOOD = Facts(
     disk=Disk("/home", 1, TERABYTE),
     temporary_disk=Disk("/tmp", 2, TERABYTE),
     driver=H100,
-    nvidia_devices=8,
+    gpus_on_bus=("nvidia",) * 8,
 )
 ALL = (INSTALLATION, GPU, PROGRAMS)
 
@@ -72,7 +72,7 @@ def problems(lock: str = "gpu", **changes: Any) -> list[str]:
         {},
         {"architecture": "aarch64", "driver": H100._replace(gpus=("NVIDIA GH200 480GB",))},
         # A login node.
-        {"driver": Driver(), "nvidia_devices": 0},
+        {"driver": Driver(), "gpus_on_bus": ()},
         {"driver": H100._replace(capabilities=("8.0", "8.9", "12.1"))},
         # A model that is not in the table, on which nvidia-smi was too slow.
         {"driver": H100._replace(gpus=("NVIDIA X999",), capabilities=())},
@@ -257,9 +257,12 @@ def test_the_driver_is_read_from_its_files(tmp_path: Path) -> None:
     write(tmp_path, "sys/bus/pci/devices/0000:99:00.0/class", "0x068000\n")
     facts = read_facts(root=str(tmp_path), environment={"PATH": ""}, driver_deadline_s=30)
     assert facts.driver == Driver(
-        "580.65.06", ("NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB"), ("9.0", "7.0")
+        "580.65.06",
+        ("NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-32GB"),
+        ("9.0", "7.0"),
+        vendor="nvidia",
     )
-    assert facts.nvidia_devices == 2 and facts.c_compiler == ""
+    assert facts.gpus_on_bus == ("nvidia",) * 2 and facts.c_compiler == ""
 
 
 def test_an_unknown_model_is_looked_up_by_nvidia_smi(
@@ -272,7 +275,7 @@ def test_an_unknown_model_is_looked_up_by_nvidia_smi(
     assert ask_driver(str(tmp_path), 30).capabilities == ("11.0",)
     (tmp_path / "bin/nvidia-smi").unlink()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert ask_driver(str(tmp_path), 30) == Driver("580.65.06", ("NVIDIA X999",))
+    assert ask_driver(str(tmp_path), 30) == Driver("580.65.06", ("NVIDIA X999",), vendor="nvidia")
 
 
 def test_a_hanging_driver_times_out(tmp_path: Path) -> None:
@@ -280,13 +283,13 @@ def test_a_hanging_driver_times_out(tmp_path: Path) -> None:
     # The open of a FIFO without a writer blocks, like files of a driver in trouble.
     os.mkfifo(tmp_path / "proc/driver/nvidia/version")
     started = time.monotonic()
-    assert ask_driver(str(tmp_path), 0.2) == Driver(answers=False)
+    assert ask_driver(str(tmp_path), 0.2) == Driver(answers=False, vendor="nvidia")
     assert time.monotonic() - started < 30
 
 
 def test_a_machine_without_driver_files(tmp_path: Path) -> None:
     facts = read_facts(root=str(tmp_path / "nothing"), environment={"PATH": "", "CC": "icx -O2"})
-    assert facts.driver == Driver() and facts.nvidia_devices == 0 and facts.c_compiler == ""
+    assert facts.driver == Driver() and facts.gpus_on_bus == () and facts.c_compiler == ""
     assert facts.disk == Disk()
 
 
@@ -444,7 +447,7 @@ def test_bad_facts_are_one_line(tmp_path: Path, text: str) -> None:
     assert done.returncode == 78 and done.stdout.count("\n") == 1 and not done.stderr
 
 
-@pytest.mark.parametrize("path", sorted(MACHINE.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(MACHINE.rglob("*.py")), ids=lambda path: path.stem)
 def test_python_3_6_can_read_it(path: Path) -> None:
     tree = ast.parse(path.read_bytes(), feature_version=(3, 6))
     for node in ast.walk(tree):

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.base.machine.gpu_vendors import VENDORS
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.sandbox import Sandbox
 from relax_hpc.cluster.sandbox.processes import until
@@ -140,7 +141,9 @@ def test_a_rollout_with_ranks_has_a_share_for_each_engine_on_every_socket(
 
 
 def test_cores_and_numa_nodes_of_gpus_are_read_from_sysfs(tmp_path: Path) -> None:
-    cpus, numa, driver, pci = (tmp_path / name for name in ("cpu", "node", "gpus", "pci"))
+    cpus, numa = tmp_path / "cpu", tmp_path / "node"
+    driver, pci = tmp_path / "proc/driver/nvidia/gpus", tmp_path / "sys/bus/pci/devices"
+    nvidia = VENDORS["nvidia"]
     for cpu in range(8):
         (cpus / f"cpu{cpu}/topology").mkdir(parents=True)
         (cpus / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
@@ -159,12 +162,10 @@ def test_cores_and_numa_nodes_of_gpus_are_read_from_sysfs(tmp_path: Path) -> Non
         (driver / bus / "information").write_text(f"Model: \t X\nDevice Minor: \t {minor}\n")
         (pci / bus.lower()).mkdir(parents=True)
         (pci / bus.lower() / "numa_node").write_text(f"{numa_node}\n")
-    assert numa_of_gpus({}, driver, pci) == [1, 0, -1]
-    assert numa_of_gpus({"SLURM_STEP_GPUS": "2,0", "CUDA_VISIBLE_DEVICES": "0,1"}, driver, pci) == [
-        -1,
-        1,
-    ]
-    assert numa_of_gpus({}, tmp_path / "none", pci) == []
+    assert numa_of_gpus(nvidia, {}, tmp_path) == [1, 0, -1]
+    variables = {"SLURM_STEP_GPUS": "2,0", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert numa_of_gpus(nvidia, variables, tmp_path) == [-1, 1]
+    assert numa_of_gpus(nvidia, {}, tmp_path / "none") == []
     assert (parse_cpu_list("0-2,8\n"), parse_cpu_list("\n")) == ([0, 1, 2, 8], [])
     own_cores = read_cores(os.sched_getaffinity(0))
     assert set().union(*(core.cpus for core in own_cores)) == os.sched_getaffinity(0)

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from relax_hpc.base.machine import own_environment
-from relax_hpc.base.machine.facts import Driver, Facts
+from relax_hpc.base.machine.facts import Facts
+from relax_hpc.base.machine.gpu_vendors import Driver
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm import node_probe
 from relax_hpc.cluster.slurm.node_probe import BadNodes, check_node, excluded_nodes, fabric_problems
@@ -124,7 +125,9 @@ def test_a_broken_nvidia_smi(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int
 ) -> None:
     nvidia_smi(tmp_path / "bin", monkeypatch, text, code)
-    assert "GPUs: nvidia-smi failed" in check_node(run, gpus=1).problems[0]
+    problem = check_node(run, gpus=1).problems[0]
+    reason = "failed with exit code 6 (No devices were found)" if code else f"printed {text[:4]!r}"
+    assert problem.startswith(f"GPUs: nvidia-smi {reason.rstrip(chr(39))}"), problem
 
 
 def test_no_nvidia_smi(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from relax_hpc.base.machine import own_environment
 from relax_hpc.base.machine.facts import read_facts
 from relax_hpc.commands.program import main
 from relax_hpc.config import load
-from relax_hpc.ops.checks import machine
+from relax_hpc.ops.checks import groups, machine
 from relax_hpc.ops.checks.settings import check, check_request
 from tests.helpers.run_helpers import QUICKSTART
 
@@ -79,12 +79,9 @@ def test_a_device_is_looked_for_where_the_run_will_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = {"run_dir": str(tmp_path / "run"), "model.device": "cuda"}
-    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
-    monkeypatch.setattr(
-        Path, "exists", lambda path, exists=Path.exists: path != Path("/dev/dxg") and exists(path)
-    )
+    monkeypatch.setattr(groups, "find_vendor", lambda: None)
     assert check(load([QUICKSTART], over)) == [
-        "model.device: found cuda, but this machine has no NVIDIA device (/dev/nvidia0); set cpu"
+        "model.device: found cuda, but this machine has no GPU (/dev/nvidia0 or /dev/kfd); set cpu"
     ]
     assert check(load([QUICKSTART], over | {"site.name": "cluster"})) == [], (
         "a job's node, not this one"

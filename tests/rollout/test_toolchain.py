@@ -13,7 +13,8 @@ import pytest
 
 from relax_hpc.base.cuda_allocator import expand_segments, without_expandable_segments
 from relax_hpc.base.machine import own_environment
-from relax_hpc.base.machine.facts import Driver, read_facts
+from relax_hpc.base.machine.facts import read_facts
+from relax_hpc.base.machine.gpu_vendors import Driver
 from relax_hpc.ops.checks import machine as machine_checks
 from relax_hpc.ops.doctor import gpus
 from relax_hpc.ops.doctor.doctor import diagnose
@@ -162,7 +163,7 @@ def test_the_cuda_of_torch_is_read_without_importing_it(
         (tmp_path / "torch/version.py").write_text(
             f"__version__ = '2.13.0'\ndebug = False\n{line}\nhip = '6.1'\n"
         )
-        assert own_environment.torch_cuda() == cuda
+        assert own_environment.torch_releases() == {"cuda": cuda, "rocm": "6.1"}
 
 
 @pytest.mark.parametrize(

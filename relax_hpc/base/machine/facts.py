@@ -1,7 +1,7 @@
 """Reads the facts of this machine that decide whether an installation can work on it.
 
-Everything is read from files and system calls within a second. Only the NVIDIA driver may hang, so
-a child process asks it, and has a deadline.
+Everything is read from files and system calls within a second. Only the GPU driver may hang, so a
+child process asks it, and has a deadline.
 """
 
 import json
@@ -16,15 +16,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .compat_driver import CompatDriver, find_compat_driver
+from .gpu_vendors import (
+    VENDORS,
+    CompatDriver,
+    Driver,
+    end_session,
+    find_compat_driver,
+    find_vendor,
+    read_text,
+)
 
 DRIVER_DEADLINE_S = 0.7
-"""Seconds for the NVIDIA driver to answer. Its files answer in milliseconds; nvidia-smi, which is
-needed for unknown models of GPUs only, takes seconds if the driver has to initialize them."""
+"""Seconds for the GPU driver to answer. Its files answer in milliseconds; the vendor's tool, which
+is needed for unknown models of GPUs only, takes seconds if the driver has to initialize them."""
 UNKNOWN = -1
 """A number that could not be read."""
 UNLIMITED = sys.maxsize
-_NVIDIA_VENDOR = "0x10de"
+_READ_DRIVER = """
+import json, sys
+from pathlib import Path
+sys.path.append(sys.argv[1])
+from machine.gpu_vendors import VENDORS
+driver = VENDORS[sys.argv[2]].read_driver(Path(sys.argv[3]))
+print(json.dumps(dict(driver._asdict())))
+"""
+"""Program of the child process. Arguments: folder of this package, vendor, root of the files."""
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 
 
 class Disk(NamedTuple):
@@ -33,19 +50,6 @@ class Disk(NamedTuple):
     path: str = ""
     device: int = UNKNOWN
     free_bytes: int = UNKNOWN
-
-
-class Driver(NamedTuple):
-    """The NVIDIA driver of a machine and its GPUs.
-
-    `capabilities` has the compute capability of each GPU of a known model, such as `9.0`. If the
-    driver did not answer within the deadline, `answers` is False.
-    """
-
-    version: str = ""
-    gpus: "tuple[str, ...]" = ()
-    capabilities: "tuple[str, ...]" = ()
-    answers: bool = True
 
 
 class Facts(NamedTuple):
@@ -67,42 +71,10 @@ class Facts(NamedTuple):
     temporary_disk: Disk = Disk()
     """Filesystem on which pip stores downloads."""
     driver: Driver = Driver()
-    nvidia_devices: int = 0
-    """Number of NVIDIA GPUs on the PCI bus, which are seen without a driver too."""
+    gpus_on_bus: "tuple[str, ...]" = ()
+    """Vendor of each GPU on the PCI bus, as in `VENDORS`. They are seen without a driver too."""
     compat_driver: CompatDriver = CompatDriver()
     """Libraries of a newer driver, from package cuda-compat."""
-
-
-CAPABILITIES = {
-    "B300": "10.3",
-    "GB300": "10.3",
-    "B200": "10.0",
-    "GB200": "10.0",
-    "H100": "9.0",
-    "H200": "9.0",
-    "H800": "9.0",
-    "H20": "9.0",
-    "GH200": "9.0",
-    "L4": "8.9",
-    "L40": "8.9",
-    "L40S": "8.9",
-    "A2": "8.6",
-    "A10": "8.6",
-    "A16": "8.6",
-    "A40": "8.6",
-    "A30": "8.0",
-    "A100": "8.0",
-    "A800": "8.0",
-    "T4": "7.5",
-    "V100": "7.0",
-    "P100": "6.0",
-    "P40": "6.1",
-    "K80": "3.7",
-}
-"""Word in the name of a GPU in /proc/driver/nvidia/gpus/*/information -> compute capability.
-
-Source: NVIDIA, "CUDA GPU Compute Capability" (developer.nvidia.com/cuda-gpus).
-"""
 
 
 def read_facts(
@@ -116,7 +88,7 @@ def read_facts(
     """Facts of this machine.
 
     ``disk``: folder for an installation, which need not exist; empty: the disks are not read.
-    ``root``: folder with /proc and /sys, for tests. ``with_driver``: whether to ask the NVIDIA
+    ``root``: folder with /proc and /sys, for tests. ``with_driver``: whether to ask the GPU
     driver. ``user``: id of the user; root needs no user namespaces.
     """
     temporary = environment.get("TMPDIR") or tempfile.gettempdir()
@@ -131,7 +103,7 @@ def read_facts(
         disk=_disk(disk) if disk else Disk(),
         temporary_disk=_disk(temporary) if disk else Disk(),
         driver=ask_driver(root, driver_deadline_s) if with_driver else Driver(),
-        nvidia_devices=_nvidia_devices(Path(root)),
+        gpus_on_bus=_gpus_on_bus(Path(root)),
         compat_driver=find_compat_driver(environment, root),
     )
 
@@ -214,101 +186,42 @@ def _user_namespaces(root: Path) -> str:
         ("proc/sys/kernel/unprivileged_userns_clone", "0"),
         ("proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1"),
     ):
-        if _read(root / name) == forbidden:
+        if read_text(root / name) == forbidden:
             return f"{name[len('proc/sys/') :].replace('/', '.')} is {forbidden}"
     return "" if (root / "proc/self/ns/user").exists() else "the kernel has none"
 
 
-def _nvidia_devices(root: Path) -> int:
-    count = 0
-    for device in (root / "sys/bus/pci/devices").glob("*"):
-        # Class 0x03: display controllers. NVIDIA's bridges and audio devices have others.
-        is_display = _read(device / "class").startswith("0x03")
-        count += is_display and _read(device / "vendor") == _NVIDIA_VENDOR
-    return count
+def _gpus_on_bus(root: Path) -> "tuple[str, ...]":
+    names = []
+    for vendor in VENDORS.values():
+        names += [vendor.name] * vendor.count_on_bus(root)
+    return tuple(names)
 
 
 def ask_driver(root: str = "/", deadline_s: float = DRIVER_DEADLINE_S) -> Driver:
-    """The NVIDIA driver of this machine; `Driver()` if there is none.
+    """The GPU driver of this machine; `Driver()` if there is none.
 
     A driver in trouble blocks even reads of its files. A blocked process cannot be killed, so
     nothing waits for its end.
     """
-    if not _path_exists(Path(root, "proc/driver/nvidia")):
+    vendor = find_vendor(root)
+    if vendor is None or not vendor.has_driver(Path(root)):
         return Driver()
     process = subprocess.Popen(
-        [sys.executable, "-S", "-E", "-m", "machine.facts", str(Path(root).absolute())],
-        cwd=str(Path(__file__).resolve().parents[1]),
+        [sys.executable, "-S", "-E", "-c", _READ_DRIVER, _PACKAGE_FOLDER, vendor.name, root],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    silent = Driver(answers=False, vendor=vendor.name)
     try:
         output = process.communicate(timeout=deadline_s)[0]
         fields = json.loads(output.decode("utf-8", "replace"))
-        return Driver(fields["version"], tuple(fields["gpus"]), tuple(fields["capabilities"]))
+        gpus, capabilities = tuple(fields["gpus"]), tuple(fields["capabilities"])
+        return Driver(fields["version"], gpus, capabilities, vendor=vendor.name)
     except subprocess.TimeoutExpired:
-        process.kill()
-        return Driver(answers=False)
+        end_session(process)
+        return silent
     except (ValueError, KeyError):
-        return Driver(answers=False)
-
-
-def read_driver(root: Path) -> Driver:
-    """The NVIDIA driver by its own files. It may hang."""
-    version = ""
-    for word in _read(root / "proc/driver/nvidia/version").split():
-        # The first line ends in `NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 ...`.
-        if word[:1].isdigit() and word.count(".") >= 1 and word.replace(".", "").isdigit():
-            version = word
-            break
-    names = []
-    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        for line in _read(path).splitlines():
-            if line.startswith("Model:"):
-                names.append(line.partition(":")[2].strip())
-    capabilities = [gpu_capability(name) for name in names]
-    if names and not all(capabilities):
-        capabilities = _ask_nvidia_smi() or capabilities
-    return Driver(version, tuple(names), tuple(text for text in capabilities if text))
-
-
-def gpu_capability(name: str) -> str:
-    """Compute capability of a GPU by its name; empty if the name is unknown."""
-    for word in name.replace("-", " ").split():
-        # Names of desktop GPUs have such words too (`Quadro P40`, `RTX A10`), of the same chips.
-        if word in CAPABILITIES:
-            return CAPABILITIES[word]
-    return ""
-
-
-def _ask_nvidia_smi() -> "list[str]":
-    """Compute capabilities of all GPUs; empty if nvidia-smi fails."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        output = subprocess.check_output(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return []
-    return [line.strip() for line in output.decode().splitlines() if line.strip()]
-
-
-def _read(path: Path) -> str:
-    """Text of a small file without surrounding spaces; empty if it cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _path_exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
-
-
-if __name__ == "__main__":
-    print(json.dumps(dict(read_driver(Path(sys.argv[1]))._asdict())))
+        return silent

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .compat_driver import VARIABLE, forbidden_reason
 from .facts import UNKNOWN, Facts
+from .gpu_vendors import DEFAULT_VENDOR, VENDORS
 from .version_numbers import parse_version
 
 INSTALLATION, GPU, PROGRAMS = "installation", "gpu", "programs"
@@ -20,14 +20,6 @@ jails, which are made of namespaces."""
 
 NEEDS_FILE = "minimum_requirements.json"
 """File in the root of an environment: what its lock needs."""
-
-OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-"""CUDA's major version -> the oldest branch of the NVIDIA driver that runs it.
-
-Source: NVIDIA, "CUDA Compatibility", chapter "Minor Version Compatibility", table 1 (and the CUDA
-Toolkit release notes, which it refers to). Package cuda-compat lets data-centre GPUs run a newer
-CUDA on an older driver: its `libcuda.so` is used in place of the driver's.
-"""
 
 MIN_OPEN_FILES = 4096
 """The kernel's own default of the hard limit (INR_OPEN_MAX). NCCL has a socket for each channel and
@@ -43,6 +35,8 @@ class Problem(NamedTuple):
     """Package or use that needs it, with a preposition: `by sglang 0.5.21`."""
     advice: str
     is_fatal: bool = True
+    is_node_fault: bool = False
+    """Whether it is a fault of this node alone, so that other nodes of its kind may work."""
 
     def __str__(self) -> str:
         return f"{self.found} found, {self.needed} needed {self.purpose}: {self.advice}"
@@ -67,6 +61,8 @@ def find_problems(
             problems += _disks(facts, _wheels(facts, needs), is_fatal=bool(needs["cuda"]))
     if GPU in uses:
         problems += [*_compiler(facts), *_driver(facts, needs), *_gpus(facts, needs)]
+        # An environment may be made for machines with other GPUs than this one.
+        problems += _other_vendor(facts, needs, is_fatal=INSTALLATION not in uses)
     if PROGRAMS in uses:
         problems += _namespaces(facts)
     return problems
@@ -170,66 +166,71 @@ def _compiler(facts: Facts) -> "Iterator[Problem]":
 
 def _driver(facts: Facts, needs: "dict[str, Any]") -> "Iterator[Problem]":
     """A machine without GPUs, such as a login node, needs no driver."""
-    driver, cuda = facts.driver, needs.get("cuda", "")
+    driver = facts.driver
     if not driver.answers:
-        advice = "its node needs a repair (dmesg, nvidia-smi); use other nodes"
-        yield Problem("NVIDIA driver without an answer", "an answer", "by all GPUs", advice)
+        vendor = VENDORS.get(driver.vendor, DEFAULT_VENDOR)
+        advice = f"its node needs a repair (dmesg, {vendor.smi[0]}); use other nodes"
+        found = f"{vendor.driver_title} without an answer"
+        yield Problem(found, "an answer", "by all GPUs", advice, is_node_fault=True)
         return
-    oldest = OLDEST_DRIVERS.get(_major(cuda))
-    if oldest is None:
+    for vendor in VENDORS.values():
+        release = needs.get(vendor.release_key, "")
+        oldest = vendor.oldest_driver(release)
+        if not oldest or driver.vendor not in ("", vendor.name):
+            continue
+        needed, purpose = f"{oldest} or newer", f"by {vendor.release_title} {release}"
+        count = facts.gpus_on_bus.count(vendor.name)
+        if not driver.version and count:
+            found = f"{count} {vendor.title} GPUs without a driver"
+            yield Problem(found, needed, purpose, "install it", is_fatal=False)
+        elif driver.version and _major(driver.version) < oldest:
+            reason = vendor.compat_problem(driver, release, facts.compat_driver)
+            if reason:
+                found = f"{vendor.driver_title} {driver.version}"
+                yield Problem(found, needed, purpose, f"update it; {reason}")
+
+
+def uses_compat_driver(facts: Facts, needs: "dict[str, Any]") -> bool:
+    """Whether the environment runs on this machine only with libraries of a newer driver, and runs
+    with them."""
+    driver = facts.driver
+    vendor = VENDORS.get(driver.vendor, DEFAULT_VENDOR)
+    release = needs.get(vendor.release_key, "")
+    if not driver.version or _major(driver.version) >= vendor.oldest_driver(release):
+        return False
+    return not vendor.compat_problem(driver, release, facts.compat_driver)
+
+
+def _other_vendor(facts: Facts, needs: "dict[str, Any]", is_fatal: bool) -> "Iterator[Problem]":
+    """GPUs of another vendor than the one whose release torch is built for."""
+    vendor = VENDORS.get(facts.driver.vendor)
+    count = len(facts.driver.gpus)
+    if vendor is None or not count or needs.get(vendor.release_key):
         return
-    needed, purpose = f"{oldest} or newer", f"by CUDA {cuda}"
-    if not driver.version and facts.nvidia_devices:
-        found, advice = f"{facts.nvidia_devices} NVIDIA GPUs without a driver", "install it"
-        yield Problem(found, needed, purpose, advice, is_fatal=False)
-    elif driver.version and _major(driver.version) < oldest:
-        reason = compat_problem(facts, cuda)
-        if reason:
-            advice = f"update it; {reason}"
-            yield Problem("NVIDIA driver " + driver.version, needed, purpose, advice)
-
-
-def uses_compat_driver(facts: Facts, cuda: str) -> bool:
-    """Whether CUDA ``cuda`` runs on this machine only with the package cuda-compat, and runs
-    with it."""
-    driver = facts.driver.version
-    oldest = OLDEST_DRIVERS.get(_major(cuda), 0)
-    return bool(driver) and _major(driver) < oldest and not compat_problem(facts, cuda)
-
-
-def compat_problem(facts: Facts, cuda: str) -> str:
-    """Reason why the package cuda-compat does not make an old driver run CUDA ``cuda``; empty if it
-    does."""
-    compat = facts.compat_driver
-    for gpu in sorted(set(facts.driver.gpus)):
-        reason = forbidden_reason(gpu, facts.driver.version, _major(cuda), compat.is_chosen)
-        if reason:
-            return reason
-    if _major(compat.version) >= OLDEST_DRIVERS.get(_major(cuda), 0):
-        return ""
-    package = "cuda-compat-" + "-".join(cuda.split(".")[:2])
-    return f"or install {package}, and name its folder in site.env.{VARIABLE}"
+    for other in VENDORS.values():
+        release = needs.get(other.release_key, "")
+        if release:
+            purpose = f"by {other.release_title} {release}, for which torch is built"
+            advice = f"install a torch for {vendor.release_title}, or use other nodes"
+            found = f"{count} {vendor.title} GPUs"
+            yield Problem(found, f"GPUs of {other.title}", purpose, advice, is_fatal)
 
 
 def _gpus(facts: Facts, needs: "dict[str, Any]") -> "Iterator[Problem]":
     """Each kind of GPU for which a package has no code."""
+    vendor = VENDORS.get(facts.driver.vendor, DEFAULT_VENDOR)
+    if not needs.get(vendor.release_key):
+        return
     targets_by_package = _wheels(facts, needs).get("gpu_targets", {})
     for capability in sorted(set(facts.driver.capabilities)):
         for package, targets in targets_by_package.items():
-            if any(_can_run(capability, target) for target in targets):
+            if any(vendor.can_run(capability, target) for target in targets):
                 continue
             found = f"GPU of compute capability {capability}"
             if len(set(facts.driver.gpus)) == 1:
                 found += f" ({facts.driver.gpus[0]})"
             needed = "one of " + ", ".join(targets)
             yield Problem(found, needed, "by " + package, "use nodes with other GPUs")
-
-
-def _can_run(capability: str, target: str) -> bool:
-    """Machine code runs on GPUs of its major version that are not older. PTX is compiled for all
-    newer ones (NVIDIA, CUDA C++ Programming Guide, "Binary Compatibility")."""
-    gpu, code = parse_version(capability), parse_version(target.partition("+")[0])
-    return gpu >= code and (gpu[0] == code[0] or target.endswith("+PTX"))
 
 
 def _namespaces(facts: Facts) -> "Iterator[Problem]":

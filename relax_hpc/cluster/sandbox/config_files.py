@@ -48,7 +48,7 @@ def _write_key(path: Path) -> None:
 
 def _link_null(path: Path) -> None:
     # slurmd 22.05 accepts only a character device in gres.conf, and follows links. With a device it
-    # sets CUDA_VISIBLE_DEVICES.
+    # sets the variables of visible GPUs.
     if not path.is_symlink():
         path.symlink_to("/dev/null")
 

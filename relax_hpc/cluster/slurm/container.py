@@ -13,6 +13,7 @@ from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError, Mistakes
 from relax_hpc.base.rundir import write_atomic
+from relax_hpc.config.gpus import gpu_vendor
 from relax_hpc.config.schema import Config
 
 EDF_FILE = "container.toml"
@@ -43,7 +44,7 @@ def container_command(config: Config, run_dir: Path) -> list[str]:
         )
     arguments = [container.program, "exec", "--no-home"]
     if config.model.device == "cuda":
-        arguments.append("--nv")
+        arguments.append(gpu_vendor(config).apptainer_option)
     arguments += [f"--bind={mount}" for mount in mounts(config, run_dir)]
     return [*arguments, _image(config)]
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from relax_hpc.base.errors import ConfigError, Mistakes
+from relax_hpc.config.gpus import device_setting
 from relax_hpc.config.groups import group_roles, group_settings, rank_count
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
@@ -337,10 +338,10 @@ def _uneven(config: Config, group: str, role: str) -> str:
 def _check_devices(config: Config, name: str) -> None:
     group = group_settings(config, name)
     requests_gpus = group.resources.gpus_per_node and config.site.gpu_request != "none"
-    devices = group.env.get("CUDA_VISIBLE_DEVICES")
-    if requests_gpus and devices:
+    key, devices = device_setting(group)
+    if group.devices or (requests_gpus and devices):
         raise ConfigError(
-            f"groups.{name}.env.CUDA_VISIBLE_DEVICES: found {devices!r}, allowed with layout "
+            f"groups.{name}.{key}: found {devices!r}, allowed with layout "
             f"{config.layout}: none, as "
             "Slurm gives each group its own GPUs; remove it, or take layout: local"
         )

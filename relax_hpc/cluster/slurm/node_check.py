@@ -92,7 +92,9 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
     srun += [*placing_options(config), "--export=ALL"]
     # The probe requests GPUs in the same way as the roles, so that it sees the same GPUs.
     if config.model.device == "cuda" and group.resources.gpus_per_node:
-        probe += ["--gpus", str(group.resources.gpus_per_node)]
+        site = config.site
+        probe += ["--gpus", str(group.resources.gpus_per_node), "--gpu_vendor", site.gpu_vendor]
+        probe += ["--max_gpu_used_share", str(site.max_gpu_used_share)]
         if config.site.gpu_request != "none":
             srun.append(f"--gpus-per-node={group.resources.gpus_per_node}")
     interface = group.interface or config.site.interface

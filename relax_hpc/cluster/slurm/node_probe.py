@@ -1,9 +1,10 @@
 """Probe of a node before a group is started on it, and the list of nodes that fail repeatedly.
 
-`python -m relax_hpc.cluster.slurm.node_probe --run_dir RUN [--gpus N] [--min_memory_gib M]
-[--interface I] [--programs] [--mpi]` takes about a second and prints one JSON line. With --mpi it
-prints a second line after MPI has connected all nodes; a broken MPI ends the process or hangs. The
-caller needs a deadline, because the probe hangs on a file system that hangs.
+`python -m relax_hpc.cluster.slurm.node_probe --run_dir RUN [--gpus N [--gpu_vendor V]
+[--max_gpu_used_share S]] [--min_memory_gib M] [--interface I] [--programs] [--mpi]` takes about a
+second and prints one JSON line. With --mpi it prints a second line after MPI has connected all
+nodes; a broken MPI ends the process or hangs. The caller needs a deadline, because the probe hangs
+on a file system that hangs.
 """
 
 from __future__ import annotations
@@ -15,29 +16,31 @@ import os
 import secrets
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError
 from relax_hpc.base.foreign_files import parse_json, read_in_run
 from relax_hpc.base.free_memory import available_host_bytes
+from relax_hpc.base.machine.gpu_vendors import (
+    GpuMemory,
+    GpuVendor,
+    MissingTool,
+    NoGpuAnswer,
+    select_vendor,
+)
 from relax_hpc.base.machine.own_environment import own_problems
 from relax_hpc.base.machine.requirements import GPU, PROGRAMS
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.mpi import try_mpi
-from relax_hpc.cluster.slurm.program_output import run_program
 from relax_hpc.net.rendezvous.network import interface_address
 
 MAX_CLOCK_S = 2.0
-MAX_GPU_USED_SHARE = 0.1
-"""Largest share of a GPU's memory in use before a group starts. A larger share means that another
-process was left over."""
 MIN_SHM_MIB = 32
-SMI_TIMEOUT_S = 10.0
 FORGET_S = 24 * 3600.0
 """Seconds after which a failure no longer counts, because nodes are repaired."""
 FABRIC = Path("/sys/class/infiniband")
@@ -81,11 +84,14 @@ def check_node(
     min_memory_gib: float = 0.0,
     interface: str = "",
     programs: bool = False,
+    gpu_vendor: str = "",
+    max_gpu_used_share: float = 0.1,
 ) -> Report:
     """Check this node.
 
-    ``gpus``: number of GPUs with free memory that it must have (0: GPUs are not checked);
-    ``programs``: whether roles on it run programs of the policy in namespaces.
+    ``gpus``: number of GPUs that it must have, each with at most ``max_gpu_used_share`` of its
+    memory in use (0: GPUs are not checked); ``programs``: whether roles on it run programs of the
+    policy in namespaces.
     """
     report = Report(node_name())
     uses = [*([GPU] if gpus else []), *([PROGRAMS] if programs else [])]
@@ -101,9 +107,9 @@ def check_node(
         report.problems.append(
             f"{SHM}: found {report.shm_mib} MiB free, needed: {MIN_SHM_MIB}; left-over segments?"
         )
-    # nvidia-smi would hang for ever on a driver that does not answer.
+    # The vendor's tool would hang too on a driver that does not answer.
     if gpus and report.meets_requirements:
-        _check_gpus(report, gpus)
+        _check_gpus(report, select_vendor(gpu_vendor), gpus, max_gpu_used_share)
     report.problems += fabric_problems(FABRIC)
     if interface:
         try:
@@ -134,54 +140,45 @@ def _has_link(port: Path) -> bool:
     return path.exists() and "LinkUp" in path.read_text()
 
 
-def _check_gpus(report: Report, wanted: int) -> None:
-    command = [
-        "nvidia-smi",
-        "--query-gpu=index,uuid,memory.total,memory.used",
-        "--format=csv,noheader,nounits",
-    ]
+def _check_gpus(report: Report, vendor: GpuVendor, wanted: int, max_used_share: float) -> None:
     try:
-        done = run_program(command, SMI_TIMEOUT_S)
-        done.check_returncode()
-        rows = [
-            [field.strip() for field in line.split(",")]
-            for line in done.stdout.splitlines()
-            if line.strip()
-        ]
-        ours = _visible(rows)
-        report.gpus = len(ours)
-        used = {row[0]: int(row[3]) / int(row[2]) for row in ours}
-    except FileNotFoundError:
-        report.problems.append(
-            f"GPUs: found no nvidia-smi, needed: {wanted} GPUs; is the driver installed?"
-        )
+        gpus = _visible_gpus(vendor, vendor.read_memory())
+    except MissingTool as problem:
+        report.problems.append(f"GPUs: {problem}, needed: {wanted} GPUs; is the driver installed?")
         return
-    except (subprocess.SubprocessError, ValueError, IndexError, ZeroDivisionError) as problem:
-        report.problems.append(
-            f"GPUs: nvidia-smi failed ({type(problem).__name__}), needed: {wanted} working GPUs"
-        )
+    except NoGpuAnswer as problem:
+        report.problems.append(f"GPUs: {problem}, needed: {wanted} working GPUs")
         return
-    if len(ours) < wanted:
+    report.gpus = len(gpus)
+    if len(gpus) < wanted:
         report.problems.append(
-            f"GPUs: found {len(ours)}, needed: {wanted}; one has fallen off the bus? (dmesg)"
+            f"GPUs: found {len(gpus)}, needed: {wanted}; one has fallen off the bus? (dmesg)"
         )
-    for index, share in used.items():
-        if share > MAX_GPU_USED_SHARE:
+    for gpu in gpus:
+        share = gpu.used / gpu.total if gpu.total else 0.0
+        if share > max_used_share:
             report.problems.append(
-                f"GPU {index}: found {share:.0%} of its memory in use, allowed: "
-                f"{MAX_GPU_USED_SHARE:.0%}; a process was left over (nvidia-smi)"
+                f"GPU {gpu.number}: found {share:.0%} of its memory in use, allowed: "
+                f"{max_used_share:.0%} (site.max_gpu_used_share); a process was left over "
+                f"({vendor.smi[0]})"
             )
 
 
-def _visible(rows: list[list[str]]) -> list[list[str]]:
-    """Rows of the GPUs in CUDA_VISIBLE_DEVICES, which has numbers or UUIDs."""
-    # If Slurm does not confine devices by cgroups, nvidia-smi also shows the GPUs of other jobs.
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if not names:
-        return rows
+def _visible_gpus(vendor: GpuVendor, gpus: list[GpuMemory]) -> list[GpuMemory]:
+    """Those of ``gpus`` that this process may use."""
+    # If Slurm does not confine devices by cgroups, the tool also shows the GPUs of other jobs.
+    visible = vendor.visible_gpus(os.environ)
+    if visible is None or not visible.value:
+        return gpus
     return [
-        row for row in rows if row[0] in names or any(row[1].startswith(name) for name in names)
+        gpu for gpu in gpus if gpu.number in visible.entries or _is_named(gpu.uuid, visible.entries)
     ]
+
+
+def _is_named(uuid: str, entries: Sequence[str]) -> bool:
+    """Whether an entry is the beginning of ``uuid``. An entry that is a number is none."""
+    names = tuple(entry for entry in entries if not entry.isdigit())
+    return bool(uuid) and uuid.startswith(names)
 
 
 def _check_run_dir(report: Report, run: RunDir) -> None:
@@ -263,6 +260,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--run_dir", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--gpu_vendor", default="", help="empty or auto: that of the node")
+    parser.add_argument("--max_gpu_used_share", type=float, default=0.1)
     parser.add_argument("--min_memory_gib", type=float, default=0.0)
     parser.add_argument("--interface", default="")
     parser.add_argument("--programs", action="store_true", help="programs will run in namespaces")
@@ -274,6 +273,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments.min_memory_gib,
         arguments.interface,
         arguments.programs,
+        arguments.gpu_vendor,
+        arguments.max_gpu_used_share,
     )
     print(report.line(), flush=True)
     if arguments.mpi:

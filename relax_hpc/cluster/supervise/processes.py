@@ -25,6 +25,7 @@ from relax_hpc.cluster.supervise.command import Command
 from relax_hpc.cluster.supervise.group import Incarnation, Member
 from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
 from relax_hpc.config import Config, load_resolved
+from relax_hpc.config.gpus import hidden_gpu_variables
 from relax_hpc.config.groups import group_environment, group_roles, rank_count
 from relax_hpc.net.rendezvous.process import (
     END_SIGNAL,
@@ -223,7 +224,7 @@ def role_environment(config: Config, extra: dict[str, str] | None = None) -> dic
         "HF_HUB_OFFLINE": "1",
     }
     # Libraries use any GPU that they can see, even if model.device is cpu.
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.model.device == "cpu" else {}
+    hidden = hidden_gpu_variables() if config.model.device == "cpu" else {}
     if config.site.local_dir and LOCAL_DIR not in os.environ:
         # Batch scripts set the same folder.
         user = os.environ.get("USER") or os.getuid()

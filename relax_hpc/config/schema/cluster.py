@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from relax_hpc.base.machine.gpu_vendors import VENDORS
 from relax_hpc.base.settings import bounded
 from relax_hpc.config.roles import ROLES
 
@@ -42,8 +43,10 @@ class GroupConfig:
     roles: list[Literal[tuple(ROLES)]] = field(default_factory=list)  # type: ignore[valid-type]
     """Roles that run in this group."""
     env: dict[str, str] = field(default_factory=dict)
-    """Additional environment variables of the group's processes, such as CUDA_VISIBLE_DEVICES,
-    which assigns GPUs to a group."""
+    """Additional environment variables of the group's processes."""
+    devices: list[int] = field(default_factory=list)
+    """Numbers of the GPUs of the group in layout `local`, such as `[0, 1]`. If it is empty, the
+    group sees all GPUs of the machine. In other layouts Slurm assigns GPUs to groups."""
     code: str = ""
     """Folder that contains the package relax_hpc that the group's processes run. Its protocol must
     be the protocol of the run. If it is empty, they run the code of the run."""
@@ -130,6 +133,13 @@ class SiteConfig:
     """Slurm quality of service of the jobs."""
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
     """Option by which jobs request GPUs. With `none` jobs request no GPUs."""
+    gpu_vendor: Literal["auto", *VENDORS] = "auto"  # type: ignore[valid-type]
+    """Vendor of the GPUs, which decides on tools, device files, variables and container options.
+    `auto`: the vendor of the node that starts a process, by its driver. Set it if the hub runs on a
+    node without GPUs and the vendor is not the first one. Only the first one was tested."""
+    max_gpu_used_share: float = bounded(0.1, 0.0, 1.0)
+    """Largest share of a GPU's memory that may be in use before a group starts on it. A larger
+    share means that another process was left over. 1 accepts every share."""
     gpu_type: str = ""
     """GPU type, as in `gres/gpu:TYPE`."""
     gpu_memory_gib: float = bounded(79.0, 0.0, 4096.0)

@@ -11,20 +11,21 @@ itself to its share. If there are fewer cores than ranks, no rank is bound.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from relax_hpc.base.machine.gpu_vendors import GpuVendor
 from relax_hpc.base.server_devices import devices_per_server
+from relax_hpc.config.gpus import gpu_vendor
 from relax_hpc.config.groups import group_roles, group_settings, rank_count
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
 
 _CPUS, _NUMA = Path("/sys/devices/system/cpu"), Path("/sys/devices/system/node")
-_GPUS, _PCI = Path("/proc/driver/nvidia/gpus"), Path("/sys/bus/pci/devices")
+_PCI_DEVICES = "sys/bus/pci/devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def domains_of_gpus(config: Config, group: str, cores: Sequence[Core]) -> list[i
     domains = sorted({core.domain for core in cores}) or [0]
     count = group_settings(config, group).resources.gpus_per_node or len(domains)
     spread = [domains[number * len(domains) // count] for number in range(count)]
-    reported = numa_of_gpus() if config.model.device == "cuda" else []
+    reported = numa_of_gpus(gpu_vendor(config)) if config.model.device == "cuda" else []
     return [
         domain if domain in domains else guess
         for domain, guess in zip(reported or spread, spread, strict=False)
@@ -154,20 +155,17 @@ def domains_of_gpus(config: Config, group: str, cores: Sequence[Core]) -> list[i
 
 
 def numa_of_gpus(
-    environment: Mapping[str, str] = os.environ, driver: Path = _GPUS, pci: Path = _PCI
+    vendor: GpuVendor, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> list[int]:
     """NUMA node of each GPU of this process, by its number; -1: unknown. Empty: there is no GPU."""
     nodes: dict[int, int] = {}
-    # NVIDIA's driver has a folder for each GPU, named by its PCI address. The kernel reports the
-    # NUMA node of the address, or -1 if the firmware does not define it.
-    for folder in driver.glob("*"):
-        minor = re.search(r"Device Minor:\s*(\d+)", _read(folder / "information"))
-        if minor:
-            text = _read(pci / folder.name.lower() / "numa_node").strip()
-            nodes[int(minor[1])] = int(text) if text.isdigit() else -1
-    # Slurm numbers GPUs like their device files. CUDA_VISIBLE_DEVICES begins at 0 if cgroups hide
-    # the GPUs of other jobs, so it is used only without SLURM_STEP_GPUS.
-    listed = environment.get("SLURM_STEP_GPUS") or environment.get("CUDA_VISIBLE_DEVICES", "")
+    # The kernel reports the NUMA node of a PCI address, or -1 if the firmware does not define it.
+    for number, address in vendor.gpu_addresses(root).items():
+        text = _read(root / _PCI_DEVICES / address / "numa_node").strip()
+        nodes[number] = int(text) if text.isdigit() else -1
+    # Slurm numbers GPUs like their device files. The variable of visible GPUs begins at 0 if
+    # cgroups hide the GPUs of other jobs, so it is used only without SLURM_STEP_GPUS.
+    listed = environment.get("SLURM_STEP_GPUS") or environment.get(vendor.visible_variable, "")
     numbers = [int(text) for text in listed.split(",") if text.isdigit()] or sorted(nodes)
     return [nodes.get(number, -1) for number in numbers] if nodes else []
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.fields import FIELDS, fields_by
+from relax_hpc.base.machine.gpu_vendors import VENDORS, find_vendor
+from relax_hpc.config.gpus import device_setting
 from relax_hpc.config.groups import base_name, groups_that_train, rank_count
 from relax_hpc.config.load import declare_run_fields
 from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config
+from relax_hpc.ops.checks.machine import runs_here
 
 
 def check_groups(config: Config) -> Iterator[str]:
@@ -204,12 +206,9 @@ def check_devices(config: Config) -> Iterator[str]:
         return
     if config.layout == "local":
         # With a site, layout `local` runs in a job; its node counts, not the submitting machine.
-        has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
-        if not config.site.name and not has_gpu:
-            yield (
-                "model.device: found cuda, but this machine has no NVIDIA device (/dev/nvidia0); "
-                "set cpu"
-            )
+        if runs_here(config) and not find_vendor():
+            files = " or ".join(vendor.device_file for vendor in VENDORS.values())
+            yield f"model.device: found cuda, but this machine has no GPU ({files}); set cpu"
         return
     for name, group in config.groups.items():
         needs_gpu = not all(ROLES[role].on_cpus for role in group.roles)
@@ -227,9 +226,10 @@ def _check_unused_gpus(config: Config) -> Iterator[str]:
         key, resources = f"groups.{name}", group.resources
         requests[f"{key}.resources.gpus_per_node"] = resources.gpus_per_node
         requests[f"{key}.resources.options.gres"] = _gpu_gres(resources.options)
-        requests[f"{key}.env.CUDA_VISIBLE_DEVICES"] = group.env.get("CUDA_VISIBLE_DEVICES", "")
+        setting, devices = device_setting(group)
+        requests[f"{key}.{setting}"] = devices
     for key, value in requests.items():
-        # CUDA_VISIBLE_DEVICES=-1 hides all GPUs.
+        # The number -1 in a variable hides all GPUs.
         if value and value != "-1":
             yield (
                 f"{key}: found {value!r} with model.device cpu, which uses no GPU; set "

@@ -11,6 +11,7 @@ from typing import Any
 
 from relax_hpc.base.machine.own_environment import own_problems
 from relax_hpc.cluster.slurm.program_output import run_program
+from relax_hpc.config.gpus import gpu_vendor
 from relax_hpc.config.schema import Config
 from relax_hpc.ops.checks.machine import machine_problems, runs_here
 from relax_hpc.ops.doctor.finding import Finding, ok, warning
@@ -34,7 +35,7 @@ def check_compilers(config: Config) -> Iterator[Finding]:
     """Check this host's compilers, for engines on GPUs that use this environment."""
     site, groups = config.site, config.groups.values()
     uses_this_host = not site.python and site.container.runtime == "none"
-    if config.model.device != "cuda" or not uses_this_host:
+    if config.model.device != "cuda" or not uses_this_host or not gpu_vendor(config).nvcc_package:
         return
     if any(engine_roles(config).intersection(group.roles) for group in groups):
         compiler, missing = describe_compiler()

@@ -10,6 +10,7 @@ from pathlib import Path
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import read_json_object
 from relax_hpc.base.model_sizes import weights_bytes
+from relax_hpc.config.gpus import device_setting
 from relax_hpc.config.groups import rank_count
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, ParallelConfig
@@ -78,7 +79,7 @@ def _gpu_sets(config: Config, spec: ModelSpec) -> Iterator[GpuSet]:
         # In layout `local` groups share all GPUs of the machine, unless the environment selects
         # some of them.
         is_local = config.layout == "local"
-        gpus = group.env.get("CUDA_VISIBLE_DEVICES", "") if is_local else name
+        gpus = device_setting(group).value if is_local else name
         groups_by_gpus.setdefault(gpus, []).append(name)
     for names in groups_by_gpus.values():
         footprints = list[Footprint]()

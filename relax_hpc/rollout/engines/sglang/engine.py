@@ -12,6 +12,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.model_sizes import read_seconds
 from relax_hpc.base.server_devices import first_device
 from relax_hpc.base.versions import Version
+from relax_hpc.config.gpus import gpu_vendor
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.affinity import numa_of_gpus
 from relax_hpc.net.rendezvous.network import LOOPBACK
@@ -240,11 +241,11 @@ def add_devices(config: Config, local_number: int, flags: dict[str, Any]) -> dic
     """
     if config.model.device == "cpu":
         return _CPU_ARGUMENTS | flags
-    return _numa_argument() | flags | {"base_gpu_id": first_device(flags, local_number)}
+    return _numa_argument(config) | flags | {"base_gpu_id": first_device(flags, local_number)}
 
 
-def _numa_argument() -> dict[str, list[int]]:
+def _numa_argument(config: Config) -> dict[str, list[int]]:
     # SGLang 0.5.21 binds its processes to the NUMA domain of their GPU, within the CPUs that this
     # process may use. It needs the domains of all GPUs.
-    domains = numa_of_gpus()
+    domains = numa_of_gpus(gpu_vendor(config))
     return {"numa_node": domains} if domains and min(domains) >= 0 else {}

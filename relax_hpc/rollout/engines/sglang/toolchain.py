@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from relax_hpc.base.machine.gpu_vendors import VENDORS
+
 DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 LINKS = ("lib64/libcudart.so", "lib64/stubs/libcuda.so")
 """Files that kernels are linked with. The wheels have them under other names, so `env/setup.sh`
@@ -36,10 +38,12 @@ def has_compiler(toolkit: Path) -> bool:
 
 def wheel_toolkit() -> Path | None:
     """Root of the newest CUDA toolkit in the installed wheels. None: no wheel has nvcc."""
-    spec = find_spec("nvidia")
-    folders = spec.submodule_search_locations if spec else None
+    folders: list[str] = []
+    for package in filter(None, (vendor.nvcc_package for vendor in VENDORS.values())):
+        spec = find_spec(package)
+        folders += (spec.submodule_search_locations or ()) if spec else ()
     toolkits: list[Path] = []
-    for folder in folders or ():
+    for folder in folders:
         toolkits += filter(has_compiler, Path(folder).glob("cu[0-9]*"))
     return max(toolkits, key=lambda path: int(path.name.removeprefix("cu")), default=None)
 

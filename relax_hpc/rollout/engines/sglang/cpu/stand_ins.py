@@ -107,7 +107,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 class _KernelStandIn(importlib.abc.MetaPathFinder):
     """Finds the stand-in for `sgl_kernel` before the installed package. The libraries of that are
-    linked with libcuda.so.1, which a machine without the NVIDIA driver does not have, and have no
+    linked with libcuda.so.1, which a machine without the CUDA driver does not have, and have no
     code for CPUs."""
 
     def __init__(self, stand_ins: _StandIns) -> None:

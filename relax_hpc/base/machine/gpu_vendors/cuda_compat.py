@@ -11,9 +11,9 @@ drivers and the brands of GPUs on which it can be used; GeForce and TITAN are no
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-from .version_numbers import parse_version
+from ..version_numbers import parse_version
+from .vendor import CompatDriver
 
 VARIABLE = "RELAX_COMPAT_LIBRARIES"
 """Variable with the folder of cuda-compat, if it is not in one of `FOLDERS`."""
@@ -28,19 +28,7 @@ DATA_CENTRE_GPUS = (
 """Words in the names of data-centre GPUs that CUDA 13 supports."""
 
 
-class CompatDriver(NamedTuple):
-    """The first libcuda.so.1 of a search path. `version` is that of its driver; `folder` is empty
-    if there is none."""
-
-    version: str = ""
-    folder: str = ""
-    is_chosen: bool = False
-    """Whether the user has named the folder, which is needed for RTX cards."""
-    is_loaded: bool = False
-    """Whether the folder is in LD_LIBRARY_PATH, so that each process loads this libcuda."""
-
-
-def find_compat_driver(
+def find_cuda_compat(
     environment: "Mapping[str, str]" = os.environ, root: str = "/"
 ) -> CompatDriver:
     """The libcuda that is in LD_LIBRARY_PATH, in the folder of `VARIABLE`, or the newest one of
