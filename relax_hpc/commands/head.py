@@ -32,6 +32,7 @@ from relax_hpc.base.errors import (
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.allocation import Allocation, node_name
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
+from relax_hpc.cluster.slurm.expedited_requeue import allow_requeue, forbid_requeue
 from relax_hpc.cluster.slurm.job_endings import stop_if_user_cancelled
 from relax_hpc.cluster.slurm.jobs import GroupJob, HetJob
 from relax_hpc.cluster.slurm.layout import HUB
@@ -291,6 +292,8 @@ def head(args: argparse.Namespace) -> int:
         claim = _claim_node(run, args.group, candidate.allocation.name)
         if args.standby and claim is None:
             return EXIT_DONE
+        if args.group and not args.standby:
+            allow_requeue(config, args.group, Slurm())
         return candidate.serve()
     except RelaxError as error:
         print(f"relax-hpc: error: {error}", file=sys.stderr, flush=True)
@@ -353,7 +356,11 @@ def main(argv: list[str] | None = None) -> int:
         looping = len(deaths) == _DEATHS and deaths[-1] - deaths[0] < _DEATHS_S
         return EXIT_RETRY if looping else None
 
-    return run_watched(lambda: head(args), ended)
+    code = run_watched(lambda: head(args), ended)
+    if code and args.group and not args.standby:
+        with contextlib.suppress(RelaxError, OSError):
+            forbid_requeue(load_resolved(args.run_dir, args.group), args.group, Slurm())
+    return code
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from relax_hpc.base.errors import EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.base.rundir import RunDir, write_atomic
 from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.cluster.slurm.expedited_requeue import with_expedited_requeue
 from relax_hpc.cluster.slurm.layout import components, gpu_hours, node_hours
 from relax_hpc.cluster.slurm.render import render, render_group
 from relax_hpc.cluster.slurm.submissions import Ledger, Submission
@@ -28,6 +29,7 @@ def submit(config: Config, resume: bool, dry_run: bool, form: str = "") -> int:
     # A layout that is not possible must fail before the run directory is created.
     render(config)
     if not dry_run:
+        config = with_expedited_requeue(config, Slurm())
         _check_site(config)
     run, config = prepare_run_dir(config, resume)
     if run.finished.exists():

@@ -16,6 +16,7 @@ import pytest
 
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError, RelaxError
 from relax_hpc.cluster.sandbox import Options, Sandbox, cluster, config_files, machine, processes
+from relax_hpc.cluster.sandbox.installation import SlurmInstallation
 from relax_hpc.cluster.sandbox.processes import until
 from relax_hpc.commands.program import main
 from relax_hpc.config.load import build, compose
@@ -290,6 +291,11 @@ def test_a_plain_user_can_run_a_sandbox() -> None:
             "cpus: found 1024 with bind, allowed: up to the ",
         ),
         (["up", "DIR/x/y", "--port", "1"], "port: 1 of 127.0.0.1 is in use"),
+        (
+            ["up", "DIR/x", "--slurm", "DIR/none"],
+            "found no slurmctld, slurmd, slurmstepd, scontrol",
+        ),
+        (["up", "DIR/x", "--slurm", "DIR/a b"], "/a b', allowed: an absolute path"),
         (["up", "DIR/x", "--extra", "no setting"], "allowed one line of slurm.conf"),
         (["up", "DIR/x", "DIR/y"], "allowed one DIR"),
         (["explode"], "explode: unknown verb, allowed: up, down"),
@@ -333,6 +339,70 @@ def test_an_unfit_machine_has_an_error_with_a_fix(
     with pytest.raises(ConfigError, match=r"nowhere\.invalid does not resolve, add `127\.0\.0\.1"):
         cluster.up(folder)
     assert not folder.exists()
+
+
+def fake_prefix(folder: Path, **versions: str) -> Path:
+    """A prefix with programs that print these versions, and with the plugin of munge."""
+    programs = ("slurmd", "slurmstepd", "scontrol", "sinfo", "squeue", "sbatch", "scancel", "srun")
+    for name in ("bin", "sbin", "lib/slurm"):
+        (folder / name).mkdir(parents=True)
+    (folder / "lib/slurm/auth_munge.so").touch()
+    for program in programs:
+        versions.setdefault(program, versions.get("slurmctld", "24.11.5"))
+    for program, version in versions.items():
+        path = folder / "sbin" / program
+        path.write_text(f"#!/bin/sh\necho slurm {version}\n")
+        path.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({}, "slurm: found no slurmctld in {prefix}/sbin and {prefix}/bin, allowed: the --prefix"),
+        (
+            {"slurmctld": "24.11.5", "slurmd": "22.05.8"},
+            "slurm: found slurmctld 24.11.5, but slurmd 22.05.8 in {prefix}; install one version",
+        ),
+        (
+            {"slurmctld": "21.08.8"},
+            "slurm: found Slurm 21.08.8 in {prefix}, allowed: 22.05 or newer",
+        ),
+        ({"slurmctld": "?"}, "sbin/slurmctld -V: found 'slurm ?', allowed: a version"),
+        (
+            {"slurmctld": "25.11.0"},
+            "slurm: found Slurm 25.11.0, but {folder} has the state of Slurm 24.11.5; choose",
+        ),
+    ],
+)
+def test_a_wrong_prefix_is_refused(
+    versions: dict[str, str],
+    expected: str,
+    short_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "missing", list)
+    prefix, folder = fake_prefix(short_folder / "slurm", **versions), short_folder / "x"
+    folder.mkdir()
+    (folder / config_files.VERSION_FILE).write_text("24.11.5\n")
+    assert main(["sandbox", "up", str(folder), "--slurm", str(prefix)]) == EXIT_CONFIG
+    message = capsys.readouterr().err
+    assert expected.format(prefix=prefix, folder=folder) in message and message.count("\n") == 1
+    assert len(list(folder.iterdir())) == 1, "nothing was written"
+
+
+def test_a_prefix_needs_the_plugin_of_munge(short_folder: Path) -> None:
+    prefix = fake_prefix(short_folder / "slurm", slurmctld="24.11.5")
+    installation = SlurmInstallation(str(prefix))
+    installation.check()
+    assert installation.settings() == [f"PluginDir={prefix}/lib/slurm"]
+    assert installation.slurmd_options() == ["-d", f"{prefix}/sbin/slurmstepd"]
+    assert installation.cgroup_conf() == "CgroupPlugin=disabled\n"
+    assert installation.environment()["PATH"].startswith(f"{prefix}/bin:{prefix}/sbin:")
+    (prefix / "lib/slurm/auth_munge.so").unlink()
+    with pytest.raises(ConfigError, match=r"found no plugin auth_munge\.so in .*libmunge-dev"):
+        installation.check()
 
 
 def test_a_used_port_and_an_unknown_node_are_refused(sandbox: Sandbox) -> None:

@@ -17,6 +17,9 @@ from relax_hpc.cluster.sandbox import Options, Sandbox, cluster, machine
 from tests.guardian import session_folder
 from tests.requirements import requires
 
+PREFIX_VARIABLE = "RELAX_SLURM_PREFIX"
+"""Environment variable with the prefix of a Slurm built from source, which all tests on a real
+Slurm then use instead of the installed one: `RELAX_SLURM_PREFIX=/opt/slurm env/test.sh --all`."""
 QUICK = {"slurmd_timeout": 10, "kill_wait": 3, "cred_expire": 6}
 """Timing under which a dead node, a kill and a requeue take seconds."""
 
@@ -38,8 +41,13 @@ def private_sandbox(**changes: Any) -> Iterator[Sandbox]:
     requires_sandbox()
     # Not pytest's folder: its path is too long for unix sockets.
     folder = Path(tempfile.mkdtemp(dir=session_folder())).resolve()
+    prefix = os.environ.get(PREFIX_VARIABLE, "")
     try:
-        yield cluster.up(folder, Options(**QUICK | {"nodes": 2} | changes))
+        sandbox = cluster.up(folder, Options(**QUICK | {"nodes": 2, "slurm": prefix} | changes))
+        if prefix:
+            # Clients of another version than the daemons' cannot talk to them.
+            os.environ["PATH"] = sandbox.environment()["PATH"]
+        yield sandbox
     finally:
         cluster.down(folder)
         left = left_behind(folder)

@@ -206,8 +206,8 @@ def test_requested_memory_is_compared_with_the_model(
 
 
 def test_an_untried_version(fake: FakeSlurm, tmp_path: Path) -> None:
-    fake.answer("sinfo", "slurm 25.11.0\n", match="--version")
-    expect(diagnose(make(tmp_path, {}), Slurm()), "warning: Slurm 25.11.0: untested, tested: 22.05")
+    fake.answer("sinfo", "slurm 26.05.0\n", match="--version")
+    expect(diagnose(make(tmp_path, {}), Slurm()), "warning: Slurm 26.05.0: untested, tested: 22.05")
 
 
 def test_nodes_that_are_down(fake: FakeSlurm, tmp_path: Path) -> None:

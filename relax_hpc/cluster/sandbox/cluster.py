@@ -11,8 +11,8 @@ from typing import Any
 
 from relax_hpc.base.errors import ConfigError, DeadlineError, RelaxError
 from relax_hpc.cluster.sandbox import config_files, machine, options, processes
+from relax_hpc.cluster.sandbox.installation import SlurmInstallation, check_state
 from relax_hpc.cluster.sandbox.options import Options
-from relax_hpc.net.rendezvous.process import clean_environment
 
 _START_S, _STOP_S, _COMMAND_S = 60.0, 10.0, 30.0
 """Deadlines in seconds: for a start, for the end of a daemon after SIGTERM, and for one Slurm
@@ -28,11 +28,14 @@ def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
     options. DeadlineError if a daemon does not answer.
     """
     folder = Path(folder).expanduser().resolve()
-    machine.check(folder)
+    options.check_folder(folder)
     machine.check_owner(folder)
     saved, running = options.load(folder / "options.json"), processes.daemons(folder)
     wanted = wanted or saved or Options()
+    machine.check(wanted.slurm)
     if not running:
+        version = SlurmInstallation(wanted.slurm).version()
+        check_state(folder / config_files.VERSION_FILE, version, folder)
         machine.check_binding(wanted)
         wanted = machine.with_port(folder, wanted, saved)
         # The folder is created after all checks. Another user may have created it meanwhile.
@@ -92,7 +95,12 @@ class Sandbox:
         """Environment of this process, in which Slurm's commands use this sandbox."""
         # Without SLURM_CONF, clients of Slurm 22.05 search DNS for a controller and fail with
         # "Could not establish a configuration source".
-        return clean_environment() | {"SLURM_CONF": str(self.conf)}
+        return self.installation.environment() | {"SLURM_CONF": str(self.conf)}
+
+    @property
+    def installation(self) -> SlurmInstallation:
+        """The Slurm whose programs it runs."""
+        return SlurmInstallation(self.options.slurm)
 
     def client(self, *arguments: str, check: bool = True) -> str:
         """Standard output of a Slurm command. If it fails and `check` is set, raise RelaxError with
@@ -298,7 +306,8 @@ class Sandbox:
         running = processes.daemons(self.folder)
         for node in names:
             if f"slurmd-{node}" not in running:
-                self._daemon(f"slurmd-{node}", "slurmd", "-N", node, "-f", str(self.conf))
+                stepd = self.installation.slurmd_options()
+                self._daemon(f"slurmd-{node}", "slurmd", *stepd, "-N", node, "-f", str(self.conf))
         self._wait(
             lambda: all(map(_accepts_jobs, self._states_of(names))),
             f"slurmd-{names[0]}",
@@ -313,7 +322,7 @@ class Sandbox:
         """Start a program that puts itself into the background. It inherits no open files."""
         log = self.folder / f"log/{name}.out"
         with log.open("ab") as out:
-            command, variables = [machine.find(program) or program, *arguments], self.environment()
+            command, variables = [self._program(program), *arguments], self.environment()
             done = subprocess.run(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd="/",
                 start_new_session=True, timeout=_START_S,
@@ -323,6 +332,10 @@ class Sandbox:
                 f"sandbox: {name}: did not start, its last output: {_tail(log)}"
                 f"{self._see_log(name)}"
             )
+
+    def _program(self, name: str) -> str:
+        # munged belongs to the system, not to the Slurm of a prefix.
+        return self.installation.find(name) or machine.find(name) or name
 
     def _wait(self, done: Callable[[], bool], name: str, failure: str) -> None:
         processes.until(done, _START_S, f"{name} {failure}{self._see_log(name)}")

@@ -34,6 +34,10 @@ _HELP = {
     "cred_expire": "Seconds until a job's credential expires; a requeued job starts 2 s later",
     "port": "First of 64 ports; 0 selects free ports",
 }
+_SLURM_HELP = (
+    "Folder with the bin/ and sbin/ of a Slurm built from source with --enable-multiple-slurmd. "
+    "Default: the previous value, at first the Slurm on PATH; '' selects that again."
+)
 
 
 def default_folder() -> Path:
@@ -76,6 +80,7 @@ def add_arguments(verb: str, parser: argparse.ArgumentParser) -> None:
             metavar=unit,
             help=f"{text}. Default: the previous value, at first {default}.",
         )
+    parser.add_argument("--slurm", metavar="PREFIX", help=_SLURM_HELP)
     parser.add_argument(
         "--bind", action="store_const", const=True, help="Bind processes to their CPUs."
     )
@@ -119,9 +124,12 @@ def _parse_positional(verb: str, positional: Sequence[str]) -> tuple[str, Path]:
 
 def _up(folder: Path, changes: dict[str, Any]) -> int:
     changes |= {name: tuple(changes[name]) for name in ("extra", "declared") if name in changes}
+    if changes.get("slurm"):
+        changes["slurm"] = str(Path(changes["slurm"]).expanduser().resolve())
     saved = options.load(folder / "options.json") or Options()
     sandbox = cluster.up(folder, replace(saved, **changes))
-    print(f"{len(sandbox.nodes)} nodes are up in {sandbox.folder}")
+    version = sandbox.installation.version()
+    print(f"{len(sandbox.nodes)} nodes of Slurm {version} are up in {sandbox.folder}")
     print(f"use them:  source {sandbox.folder}/env.sh; sinfo")
     print(f"run there: relax-hpc ... --config {sandbox.site}")
     return EXIT_DONE

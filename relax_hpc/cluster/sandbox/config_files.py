@@ -12,9 +12,12 @@ from typing import Any
 
 import yaml
 
+from relax_hpc.cluster.sandbox.installation import SlurmInstallation
 from relax_hpc.cluster.sandbox.options import Options
 
 FOLDERS = ("etc", "run", "log", "state", "spool", "dev", "tmp")
+VERSION_FILE = "slurm-version"
+"""File in the folder of a sandbox with the version of Slurm that wrote its state."""
 _LIBMPI = ("lib/*-linux-gnu/libmpi.so.40", "lib64/openmpi/lib/libmpi.so.40", "lib64/libmpi.so.40")
 
 
@@ -36,8 +39,11 @@ def write(folder: Path, options: Options) -> None:
         _link_null(folder / f"dev/gpu{number}")
     (folder / "etc/slurm.conf").write_text(slurm_conf(folder, options), encoding="utf-8")
     (folder / "etc/gres.conf").write_text(_gres_conf(folder, options), encoding="utf-8")
-    (folder / "etc/cgroup.conf").write_text("CgroupAutomount=no\n", encoding="utf-8")
-    (folder / "env.sh").write_text(f"export SLURM_CONF={folder}/etc/slurm.conf\n", encoding="utf-8")
+    slurm = SlurmInstallation(options.slurm)
+    (folder / "etc/cgroup.conf").write_text(slurm.cgroup_conf(), encoding="utf-8")
+    (folder / VERSION_FILE).write_text(f"{slurm.version()}\n", encoding="utf-8")
+    variables = f"export SLURM_CONF={folder}/etc/slurm.conf\n{slurm.exports()}"
+    (folder / "env.sh").write_text(variables, encoding="utf-8")
 
 
 def _write_key(path: Path) -> None:
@@ -92,6 +98,7 @@ def _lines(folder: Path, options: Options) -> list[str]:
         f"FirstJobId={100 * options.port + 1}",
         f"SlurmUser={user}",
         f"SlurmdUser={user}",
+        *SlurmInstallation(options.slurm).settings(),
         "AuthType=auth/munge",
         # A requeued job starts about 2 s after its old credential has expired, by default 120 s.
         f"AuthInfo=socket={folder}/run/munge.sock,cred_expire={options.cred_expire}",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.cluster.sandbox import config_files, options
+from relax_hpc.cluster.sandbox.installation import SlurmInstallation
 from relax_hpc.cluster.sandbox.options import Options
 
 PROGRAMS = {
@@ -20,13 +20,11 @@ PROGRAMS = {
     "scontrol": "slurm-wlm",
 }
 """Programs that a sandbox needs -> the Debian package of each."""
-_PATH = os.pathsep.join(("/usr/sbin", "/sbin", "/usr/local/sbin"))
 
 
 def find(program: str) -> str | None:
-    """Path of a program, or None if it is not installed. Slurm's daemons are often not on a user's
-    PATH."""
-    return shutil.which(program, path=os.pathsep.join((os.environ.get("PATH", ""), _PATH)))
+    """Path of a program, or None if it is not installed."""
+    return SlurmInstallation().find(program)
 
 
 def missing() -> list[str]:
@@ -34,16 +32,17 @@ def missing() -> list[str]:
     return [program for program in PROGRAMS if find(program) is None]
 
 
-def check(folder: Path) -> None:
-    """ConfigError if this machine cannot run a sandbox in `folder`."""
-    programs = missing()
+def check(prefix: str) -> None:
+    """ConfigError if this machine cannot run a sandbox with the Slurm in `prefix`; empty: with the
+    Slurm on PATH."""
+    programs = [program for program in missing() if not prefix or program == "munged"]
     if programs:
         packages = " ".join(sorted({PROGRAMS[program] for program in programs}))
         raise ConfigError(
             f"sandbox: found no {', '.join(programs)} on this machine, install them: "
             f"apt-get install --no-install-recommends {packages}"
         )
-    options.check_folder(folder)
+    SlurmInstallation(prefix).check()
     name = config_files.host()
     try:
         socket.getaddrinfo(name, None)

@@ -51,10 +51,14 @@ class Options:
     """Seconds without an answer after which Slurm marks a node down."""
     kill_wait: int = _option(3, 1, 3600)
     """Seconds between SIGTERM and SIGKILL of a job."""
-    cred_expire: int = _option(8, 2, 3600)
-    """Seconds until a job's credential expires. A requeued job starts about 2 s later."""
+    cred_expire: int = _option(8, 5, 3600)
+    """Seconds until a job's credential expires. A requeued job starts about 2 s later. Slurm (22.05
+    to 25.11) takes 120 instead of less than 5."""
     port: int = _option(0, 0, 65535 - _BLOCK)
     """First of 64 ports; 0: a free block, which depends on the folder's name."""
+    slurm: str = ""
+    """Folder with the bin/ and sbin/ of a Slurm that was built from source; empty: the Slurm on
+    PATH. It must be built with --enable-multiple-slurmd."""
     bind: bool = False
     """Whether processes are bound to the CPUs that Slurm assigns (task/affinity), as on most
     clusters. All nodes share the CPUs of this machine, so it must have as many as one node."""
@@ -76,6 +80,11 @@ class Options:
             raise ConfigError(
                 f"sandbox: sockets: found {self.sockets}, allowed: a divisor of the {self.cpus} "
                 "cpus"
+            )
+        if self.slurm and not re.fullmatch(r"/[\w./+-]+", self.slurm, re.ASCII):
+            raise ConfigError(
+                f"sandbox: slurm: found {self.slurm!r}, allowed: an absolute path of letters, "
+                "digits and . _ + - /"
             )
         if not self.nodes and not self.declared:
             raise ConfigError(

@@ -190,6 +190,10 @@ class Slurm:
         # (AuthInfo cred_expire, 120 s by default).
         self._run(["scontrol", "requeue", job], forgive=("Job is pending execution",))
 
+    def set_requeue(self, job: str, allowed: bool) -> None:
+        """Set whether Slurm may requeue ``job``."""
+        self._run(["scontrol", "update", f"jobid={job}", f"requeue={int(allowed)}"])
+
     def set_mail_types(self, job: str, types: str) -> None:
         """Set the events of which ``job`` sends mail (`END,FAIL`, `NONE`)."""
         self._run(["scontrol", "update", f"jobid={job}", f"mailtype={types}"])

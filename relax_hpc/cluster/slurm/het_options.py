@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from relax_hpc.base.errors import ConfigError, Mistakes
 
-# The options that lack `reset_each_pass` in the option table of sbatch 22.05
+# The options that lack `reset_each_pass` in the option table of sbatch 22.05, 24.11 or 25.11
 # (src/common/slurm_opt.c).
 INHERITED: dict[str, str | None] = {
     "account": None,
@@ -23,10 +23,13 @@ INHERITED: dict[str, str | None] = {
     "clusters": None,
     "comment": "",
     "container": "",
+    "container-id": None,
     "context": None,
     "deadline": None,
     "delay-boot": "0",
     "exclude": "",
+    "external": None,
+    "extra": "",
     "get-user-env": None,
     "gid": None,
     "hold": None,
@@ -35,6 +38,7 @@ INHERITED: dict[str, str | None] = {
     "mcs-label": None,
     "mem": None,
     "nice": "0",
+    "oom-kill-step": None,
     "prefer": "",
     "priority": None,
     "profile": "none",
@@ -42,6 +46,7 @@ INHERITED: dict[str, str | None] = {
     "qos": None,
     "reboot": None,
     "reservation": "",
+    "stepmgr": None,
     "time-min": None,
     "uid": None,
     "wait-all-nodes": "0",

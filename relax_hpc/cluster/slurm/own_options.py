@@ -54,7 +54,8 @@ _SBATCH_RULES: Mapping[str, Rule] = {
     ),
     # A requeued job continues the run. In layout `het` a requeue would end the run (Slurm 22.05),
     # so there the option is `no-requeue`; see `relax_hpc.cluster.slurm.render`.
-    "requeue": Rule("recovery", "allowed: a way of requeueing, such as expedite"),
+    # sbatch 25.11 ignores other values.
+    "requeue": Rule("recovery", "allowed: expedite (Slurm 25.11), or ''", re.compile("expedite")),
     "no-requeue": _setting("layout"),
     "no-kill": Rule("recovery", "allowed: off", re.compile("off")),
     "output": FREE,
@@ -90,17 +91,22 @@ _SRUN_RULES: Mapping[str, Rule] = {
 
 _SBATCH_FLAGS = frozenset(
     (
+        "consolidate-segments",
         "contiguous",
         "exclusive",
+        "external",
         "get-user-env",
         "hold",
         "ignore-pbs",
         "nice",
+        "oom-kill-step",
         "overcommit",
         "oversubscribe",
         "propagate",
         "reboot",
+        "resv-ports",
         "spread-job",
+        "spread-segments",
         "stepmgr",
         "no-kill",
         "no-requeue",
@@ -112,15 +118,18 @@ _SBATCH_FLAGS = frozenset(
 )
 _SRUN_FLAGS = frozenset(
     (
+        "consolidate-segments",
         "contiguous",
         "disable-status",
         "exact",
         "exclusive",
+        "external-launcher",
         "label",
         "mpi-combine",
         "no-allocate",
         "no-container-mount-home",
         "no-kill",
+        "oom-kill-step",
         "overcommit",
         "overlap",
         "oversubscribe",
@@ -128,10 +137,14 @@ _SRUN_FLAGS = frozenset(
         "propagate",
         "quiet",
         "reboot",
+        "resv-ports",
         "spread-job",
+        "spread-segments",
+        "stepmgr",
         "unbuffered",
         "use-min-nodes",
         "verbose",
+        "wait-for-children",
         "whole",
         "x11",
     )
@@ -146,7 +159,7 @@ class Program:
     rules: Mapping[str, Rule]
     """Rules of options that relax_hpc writes; all others are free."""
     flags: frozenset[str]
-    """Options that may stand without a value, in Slurm 22.05 to 25.05."""
+    """Options that may stand without a value, in Slurm 22.05 to 25.11."""
 
 
 SBATCH = Program("sbatch", _SBATCH_RULES, _SBATCH_FLAGS)

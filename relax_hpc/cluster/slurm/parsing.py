@@ -17,6 +17,9 @@ TRANSIENT = (
     "Slurm backup controller in standby mode",
 )
 """Error messages after which the same command may succeed a moment later."""
+_SHOWN_AS = {"EXPEDITING": "PENDING"}
+"""States of squeue that stand for another one: Slurm 25.11 shows a job as EXPEDITING until its
+expedited requeue has started it."""
 # The name (%j) comes last, because it may contain the separator. %i is "8+1" for component 1 of a
 # heterogeneous job, %A its plain id "9".
 JOB_FORMAT = "%i|%A|%T|%D|%N|%M|%L|%r|%j"
@@ -127,7 +130,7 @@ def read_job(command: list[str], line: str) -> SlurmJob:
     return SlurmJob(
         id=plain_id,
         name=name,
-        state=state,
+        state=_SHOWN_AS.get(state, state),
         nodes=int(nodes),
         node_list=node_list,
         reason=reason,

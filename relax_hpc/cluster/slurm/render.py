@@ -15,6 +15,7 @@ from typing import Any
 from relax_hpc.base.errors import ConfigError, Mistakes
 from relax_hpc.base.local_dir import CACHES
 from relax_hpc.cluster.slurm.container import check_container
+from relax_hpc.cluster.slurm.expedited_requeue import EXPEDITE
 from relax_hpc.cluster.slurm.het_options import neutral_options
 from relax_hpc.cluster.slurm.layout import Component, components, group_component, job_name
 from relax_hpc.cluster.slurm.own_options import SBATCH, check_changes
@@ -269,7 +270,12 @@ def _lines(
     # The equals sign stays if the value is empty, because a flag would have another meaning.
     lines["options"] += [f"--{option}={value}" for option, value in added.items()]
     mistakes.raise_if_any()
-    return {"groups": component.groups, "standby": _has_standby(component), **lines}
+    return {
+        "groups": component.groups,
+        "standby": _has_standby(component),
+        "expedited": options.get("requeue") == EXPEDITE,
+        **lines,
+    }
 
 
 def _own_options(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError, SlurmNode, parse_time
+from relax_hpc.cluster.slurm.expedited_requeue import EXPEDITE, OPTION, is_enabled
 from relax_hpc.cluster.slurm.layout import Component, time_limit_s
 from relax_hpc.cluster.slurm.render import render
 from relax_hpc.config.schema import Config
@@ -20,7 +21,7 @@ from relax_hpc.ops.doctor.accounts import check_accounts, number
 from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
 from relax_hpc.ops.doctor.memory import check_memory
 
-TRIED_VERSIONS = ("22.05",)
+TRIED_VERSIONS = ("22.05", "24.11")
 """Releases of Slurm on which the whole toolkit has run."""
 MIN_KILL_WAIT_S = 30
 _UNUSABLE = (
@@ -84,6 +85,8 @@ def check_cluster(
     for component in components:
         findings += _component(config, component, cluster)
     findings += _layout(config, cluster)
+    if config.layout == "jobs":
+        findings += _expedited_requeue(components, cluster)
     findings += _signals(config, cluster)
     queries: dict[str, Callable[[], Iterator[Finding]]] = {
         "site.mpi.launcher": lambda: _mpi(config, slurm),
@@ -311,6 +314,20 @@ def _layout(config: Config, cluster: Cluster) -> Iterator[Finding]:
             "unless the site's submit plugin removes it; check that `scontrol show job` prints "
             "Requeue=1"
         )
+
+
+def _expedited_requeue(components: list[Component], cluster: Cluster) -> Iterator[Finding]:
+    """Check that Slurm accepts the expedited requeue that the user requests."""
+    if is_enabled(cluster.config):
+        yield ok("layout: jobs with an expedited requeue, which this Slurm offers")
+        return
+    for component in components:
+        if component.options.get(OPTION) == EXPEDITE:
+            yield error(
+                f"groups.{component.name}: found the option {OPTION}: {EXPEDITE}, but Slurm "
+                f"{cluster.version} refuses it without 25.11 and "
+                "SlurmctldParameters=enable_expedited_requeue; remove it from the options of sbatch"
+            )
 
 
 def _signals(config: Config, cluster: Cluster) -> Iterator[Finding]:
