@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from relax_hpc.base.errors import ConfigError, Mistakes
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.container import (
     container_command,
     container_srun_options,
+    lacks_python,
+    no_python_text,
     role_python,
     write_container_file,
 )
@@ -61,9 +64,15 @@ def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, str]:
     The check has the same conditions as the roles: their nodes, their container, their interpreter,
     and their MPI if a role has ranks. A check that could not run is a reason too. Failing nodes are
     added to the run's list of bad nodes.
+
+    ConfigError if other nodes would not help: the container has no Python.
     """
     checks = [_start(launcher, name) for name in names]
-    reasons = {check.name: _evaluate(launcher, check) for check in checks}
+    reasons, mistakes = dict[str, str](), Mistakes()
+    for check in checks:
+        with mistakes:
+            reasons[check.name] = _evaluate(launcher, check)
+    mistakes.raise_if_any()
     return {name: reason for name, reason in reasons.items() if reason}
 
 
@@ -136,6 +145,9 @@ def _evaluate(launcher: StepLauncher, check: NodeCheck, may_retry: bool = True) 
     if not reports and any(text in output for text in _NOT_STARTED):
         print(f"{name}: no pre-flight, as Slurm did not start it: {last}", flush=True)
         return ""
+    in_container = check.config.site.container.runtime != "none"
+    if not reports and in_container and lacks_python(check.config, output):
+        raise ConfigError(no_python_text(check.config, output))
     if not reports:
         # No node answered, so that a single node is not the cause.
         return f"the pre-flight could not run ({last}); see {_likely_cause(check.config)}"

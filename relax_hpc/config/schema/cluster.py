@@ -98,12 +98,16 @@ class MpiConfig:
 class ContainerConfig:
     """A container around every role. The supervisor runs outside of it."""
 
-    runtime: Literal["none", "apptainer", "pyxis", "edf"] = "none"
-    """Container runtime. With `none` roles run without a container. `edf` is the container engine
-    of CSCS, which srun calls by `--environment`."""
-    program: str = "apptainer"
-    """Program that starts a container with runtime `apptainer`: a name on PATH, such as
-    `singularity`, or a path."""
+    runtime: Literal["none", "apptainer", "podman-hpc", "pyxis", "edf"] = "none"
+    """Container runtime. With `none` roles run without a container. `podman-hpc` is NERSC's
+    wrapper around podman. `edf` is the container engine of CSCS, which srun calls by
+    `--environment`."""
+    program: str = ""
+    """Program that starts a container with runtime `apptainer` or `podman-hpc`: a name on PATH,
+    such as `singularity`, or a path. If it is empty, the name of the runtime is used."""
+    options: list[str] = field(default_factory=list)
+    """Further options of `apptainer exec` or `podman-hpc run`, such as `--nccl`. With `pyxis` and
+    `edf`, set site.srun_options instead."""
     image: str = ""
     """Image of the container. With runtime `edf`: an environment definition file, or its name in
     the search path; the run adds its mounts in a file that inherits from it."""

@@ -14,6 +14,14 @@ from pathlib import Path
 import psutil
 
 from relax_hpc.base.errors import ConfigError
+from relax_hpc.cluster.slurm.container import (
+    STARTED_BY_PROGRAM,
+    container_program,
+    interpreter_command,
+    lacks_python,
+    no_python_text,
+    role_python,
+)
 from relax_hpc.cluster.slurm.mpi import mpi_variables, needs_mpi
 from relax_hpc.cluster.slurm.program_output import run_program
 from relax_hpc.cluster.slurm.render import render
@@ -272,15 +280,48 @@ def _container(config: Config) -> Iterator[Finding]:
         yield warning(
             f"site.container.image: {image!r} is not a path; not checked whether it can be pulled"
         )
-    yield warning(
-        f"site.container.runtime: {runtime} is untested, its command line follows its "
-        "documentation; run doctor --deep"
-    )
-    program = config.site.container.program
-    if runtime == "apptainer" and shutil.which(program) is None:
+    if runtime not in STARTED_BY_PROGRAM:
+        yield warning(
+            f"site.container.runtime: {runtime} is untested, its options follow its "
+            "documentation; run doctor --deep"
+        )
+        return
+    program = container_program(config)
+    if shutil.which(program) is None:
         yield warning(
             f"site.container.program: {program} is not on PATH of this host; load its module in "
             "site.modules"
+        )
+    elif image and "://" not in image and (image[0] not in "/." or os.access(image, os.R_OK)):
+        yield from _container_python(config)
+
+
+def _container_python(config: Config) -> Iterator[Finding]:
+    """Start the interpreter of the image on this host. A login node may forbid containers; then
+    the check of nodes finds out."""
+    python, image = role_python(config), config.site.container.image
+    command = interpreter_command(config, "import sys; print(sys.version_info >= (3, 11))")
+    try:
+        result = run_program(command, IMPORT_TIMEOUT_S)
+    except (subprocess.TimeoutExpired, OSError) as problem:
+        yield warning(
+            f"site.container.image: {image} did not start on this host ({type(problem).__name__}); "
+            "the check of nodes tries it again"
+        )
+        return
+    output = result.stdout + result.stderr
+    if result.returncode == 0 and result.stdout.split()[-1:] == ["False"]:
+        yield error(
+            f"site.container.python: found {python} in {image}, which is older than 3.11; allowed: "
+            "Python 3.11 or newer"
+        )
+    elif result.returncode != 0 and lacks_python(config, output):
+        yield error(no_python_text(config, output))
+    elif result.returncode != 0:
+        last = " ".join(output.split())[-200:]
+        yield warning(
+            f"site.container.image: {image} did not start on this host ({last}); the check of "
+            "nodes tries it again"
         )
 
 

@@ -69,6 +69,7 @@ class Nvidia(GpuVendor):
     device_files = "dev/nvidia[0-9]*"
     visible_variable = "CUDA_VISIBLE_DEVICES"
     apptainer_option = "--nv"
+    podman_options = ("--gpu",)
     nvcc_package = "nvidia"
     pci_vendor = "0x10de"
     # 0x03: display controllers. NVIDIA's bridges and audio devices have other classes.

@@ -38,6 +38,7 @@ class Rocm(GpuVendor):
     device_files = "dev/kfd"
     visible_variable = "ROCR_VISIBLE_DEVICES"
     apptainer_option = "--rocm"
+    podman_options = ("--device=/dev/kfd", "--device=/dev/dri")
     pci_vendor = "0x1002"
     # 0x0380: display controllers without a display; 0x1200: processing accelerators, such as MI300.
     # GPUs inside of a processor have class 0x0300.

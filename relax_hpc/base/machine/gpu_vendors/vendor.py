@@ -95,6 +95,8 @@ class GpuVendor:
     """Variable that selects the GPUs of a process. If it is set and empty, it hides all."""
     apptainer_option = ""
     """Option by which Apptainer makes the GPUs and their driver visible in a container."""
+    podman_options: "tuple[str, ...]" = ()
+    """The same for podman-hpc."""
     nvcc_package = ""
     """Package of the wheels with its nvcc, by which engines compile kernels; empty: they use
     another compiler."""
