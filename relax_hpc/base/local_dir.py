@@ -30,9 +30,34 @@ COMPILED = {
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
     "CUTE_DSL_CACHE_DIR": "cute",
     "SGLANG_CACHE_DIR": "sglang",
+    # Not below SGLANG_CACHE_DIR by default, but in $HOME (SGLang 0.5.21, kernels/jit).
+    "SGLANG_JIT_CACHE_DIR": "sglang/jit",
+    "TILELANG_CACHE_DIR": "tilelang",
+    # By default in TMPDIR, which is the scratch folder of an engine (quack-kernels 0.6.4).
+    "QUACK_CACHE_DIR": "quack",
+    "HUMMING_CACHE_DIR": "humming",
 }
 """Environment variable of a library that compiles for minutes -> folder below LOCAL_DIR of its
 cache."""
+KERNEL_FOLDERS = (
+    "triton",
+    "inductor",
+    "cuda",
+    "flashinfer",
+    "tvm-ffi",
+    "cute",
+    "tilelang",
+    "quack",
+    "humming",
+    "sglang/jit",
+    "sglang/deep_gemm",
+    "sglang/cute_aot",
+    "sglang/torch_compile_cache",
+    "sglang/flashinfer",
+    "sglang/rust_extensions",
+)
+"""Folders below LOCAL_DIR with compiled kernels. Others hold facts of one node, such as which of
+its GPUs reach each other (SGLang), or downloads."""
 CACHES = COMPILED | {"HF_HOME": "huggingface"}
 _SCRATCH = re.compile(r"scratch-([0-9a-f]{4})([0-9a-f]{4})([0-9a-f]{5})-(\d+)-.+")
 """Name of a scratch folder: marks of the host, of its boot and of the pid namespace of the owner,

@@ -182,6 +182,19 @@ def _plan(arguments: dict[str, Any]) -> int:
     return view.main(config, spec, as_json)
 
 
+def _warm(arguments: dict[str, Any]) -> int:
+    layers = _layers(arguments)
+    if layers is None:
+        return EXIT_DONE
+    from relax_hpc.commands import warm
+
+    config = resolve(build(Config, layers.tree))
+    mistakes = Mistakes()
+    mistakes.add(*findings_of(config, layers))
+    mistakes.raise_if_any()
+    return warm.main(config)
+
+
 def _layers(arguments: dict[str, Any]) -> Layers | None:
     """The configuration of the command line with its mistakes. None if the user only wants to see
     it; then it is printed."""
@@ -322,6 +335,16 @@ CONFIG_COMMANDS: dict[str, Command] = {
         f"[--json] {CONFIG_USAGE}",
         _plan_arguments,
         _plan,
+        takes_config=True,
+        is_whole=True,
+    ),
+    "warm": Command(
+        "Compile the kernels of a run before its first start, and keep them in site.kernel_cache. "
+        "It trains two steps in a new run directory, RUN_DIR-warm-DATE, with the layout and the "
+        "jobs of the run.",
+        CONFIG_USAGE,
+        config_arguments,
+        _warm,
         takes_config=True,
         is_whole=True,
     ),

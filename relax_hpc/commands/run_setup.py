@@ -13,6 +13,7 @@ from relax_hpc.config.changes import retire_changes
 from relax_hpc.config.differences import differences
 from relax_hpc.config.groups import groups_that_train
 from relax_hpc.config.schema.environment import AGENT
+from relax_hpc.net.kernel_caches.node import archive_folder
 from relax_hpc.ops.checks.settings import check
 from relax_hpc.ops.observe.status import status
 from relax_hpc.tasks.files import check_unchanged
@@ -31,6 +32,9 @@ def prepare_run_dir(config: Config, resume: bool) -> tuple[RunDir, Config]:
     findings = check(config)
     if findings:
         raise ConfigError(findings[0])
+    if config.site.kernel_cache:
+        # Containers mount it, so it must exist.
+        archive_folder(config.site.kernel_cache)
     keep_date(directory, config)
     if directory.config.exists():
         if not resume:

@@ -66,7 +66,7 @@ def copy_once(source: Path, target: Path, patience_s: float, symlinks: bool = Fa
     deadline = time.monotonic() + patience_s
     claim = target.with_name(f".{target.name}.claim")
     while not target.exists():
-        if _take(claim):
+        if take_claim(claim):
             try:
                 _copy(source, target, symlinks)
             finally:
@@ -75,7 +75,7 @@ def copy_once(source: Path, target: Path, patience_s: float, symlinks: bool = Fa
             raise DeadlineError(
                 f"{target}: not copied within {patience_s:.0f} s; see whether its disk is full"
             )
-        elif _abandoned(claim):
+        elif is_abandoned(claim):
             claim.unlink(missing_ok=True)
         else:
             time.sleep(_CHECK_S)
@@ -99,14 +99,14 @@ def _copy(source: Path, target: Path, symlinks: bool) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _abandoned(claim: Path) -> bool:
+def is_abandoned(claim: Path) -> bool:
     """Whether the process that holds the claim has ended."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return not psutil.pid_exists(int(claim.read_text()))
     return False
 
 
-def _take(claim: Path) -> bool:
+def take_claim(claim: Path) -> bool:
     """Create ``claim`` with the pid of this process. Returns whether it did not exist."""
     try:
         with os.fdopen(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:

@@ -38,6 +38,7 @@ from relax_hpc.config import Config, load_resolved, to_dict
 from relax_hpc.config.groups import CONTROLLER, rank_count
 from relax_hpc.config.roles import RANKED as WITH_RANKS
 from relax_hpc.config.roles import ROLES
+from relax_hpc.net.kernel_caches.node import open_kernel_caches, start_keeper, take_refusal
 from relax_hpc.net.node_files import restart_in_local_environment
 from relax_hpc.net.rendezvous.affinity import bind_to_share
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
@@ -57,6 +58,8 @@ from relax_hpc.training.weights.node_cache import clear_staging
 
 ROLLOUT_SECTIONS = ("rollout", "data", "environment", "eval", "reward", "genrm")
 """Sections of the configuration whose plug-ins are called by roles that create rows."""
+COMPILING = (*WITH_RANKS, "rollout", "genrm")
+"""Roles with libraries that compile kernels."""
 CONNECT_SHARE = 0.75
 """Share of liveness.start_timeout_s in which the ranks must connect to each other."""
 
@@ -86,6 +89,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="end only when the parent process asks for it, and ignore signals of Slurm",
     )
     parser.add_argument("--deadline", type=float, help="end of the allocation, seconds since 1970")
+    parser.set_defaults(kernel_caches=None)
     return parser.parse_args(argv)
 
 
@@ -149,6 +153,9 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
     )
     if client:
         client.beat.busy, client.beat.loads = spans.longest_work_s, spans.is_starting
+        refusal = take_refusal(args.kernel_caches) if args.kernel_caches else ""
+        if refusal:
+            client.status.note("kernel_archive_ignored", args.group, refusal)
     try:
         context.report_phase("importing libraries")
         import_role(args.role, config, world.local_rank).run(context)
@@ -313,8 +320,21 @@ def main(
         write_exit_mark(mark, EXIT_RETRY, f"copying the environment to this node: {error}")
         return EXIT_RETRY
     bind_to_share(config, args.group, args.role)
-    if not args.watch:
-        return work(args)
+    if args.role in COMPILING:
+        args.kernel_caches = open_kernel_caches(config, RunDir(args.run_dir).model)
+    keeper = start_keeper(args.kernel_caches)
+    code = work_watched(args, config, sidecar) if args.watch else work(args)
+    if keeper and code == EXIT_DONE:
+        keeper.finish()
+    return code
+
+
+def work_watched(
+    args: argparse.Namespace, config: Config, sidecar: Callable[[], None] | None
+) -> int:
+    """Run one role in a child process, and write its exit mark if a signal ends it. Return the exit
+    code."""
+    mark = RunDir(args.run_dir).exit_mark(args.group, args.incarnation, args.role)
     rank = os.environ.get("SLURM_PROCID", "0")
 
     def handle_end(code: int) -> int:

@@ -33,6 +33,7 @@ from relax_hpc.training.models.batches import Batch, collate_parts
 from relax_hpc.training.models.families import route_shape_of_model, spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.towers.media import RowMedia
+from relax_hpc.training.warm_up import connect_ranks, warm_up_batches
 from relax_hpc.training.weights.node_cache import StagedFolder
 from relax_hpc.training.weights.relay import relay_pays
 from relax_hpc.training.weights.slab import is_slab, open_slab
@@ -94,6 +95,12 @@ class Scorer:
             score = partial(self.model.forward_logprobs, temperature=self.temperature)
         return score_rows(rows, self.ranks, self.model, self.forward, score, tail)
 
+    def warm_up(self) -> None:
+        """Compile kernels and connect the ranks, in all ranks."""
+        connect_ranks(self.model.device)
+        batches = warm_up_batches(self.model, self.forward.pack_tokens)
+        self.model.forward_logprobs(batches, self.temperature)
+
     def load(self, staged: StagedFolder) -> None:
         """Load the weights of a folder in memory, and release the folder."""
         try:
@@ -141,6 +148,9 @@ def run(context: Context) -> None:
     ranks = Ranks(context, forward.parallel)
     context.report_phase("loading the model")
     scorer = Scorer(context, ranks, Path(frozen_path) if frozen_path else context.model)
+    if forward.warm_up:
+        context.report_phase("warming up kernels and connections")
+        scorer.warm_up()
     context.report_phase("")
     if context.world.is_leader:
         refresh = {"actor_fwd": 1, "reference": config.algorithm.kl.refresh_every}

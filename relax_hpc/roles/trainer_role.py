@@ -31,6 +31,7 @@ from relax_hpc.roles.window_stream import DISK, IdleWork, WindowStream
 from relax_hpc.training.models.batches import Batch, collate_parts, count_episode_tokens
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
+from relax_hpc.training.warm_up import connect_ranks, warm_up_batches
 
 _OTHERS = ("trainers", "their last step")
 
@@ -120,6 +121,7 @@ class TrainerRole:
     def run(self) -> None:
         """Train to the last step. On a stop request or at the time limit, save between two
         steps."""
+        self.warm_up()
         step = saved = self.checkpoints.load()
         self.hooks.resumed(step)
         try:
@@ -144,6 +146,16 @@ class TrainerRole:
             self.ranks.tell({})
             raise StoppedError(f"{stop}: saved step {step}") from None
         self.ranks.close()
+
+    def warm_up(self) -> None:
+        """Compile kernels and connect the ranks before the first step, while other groups still
+        count this one as loading (`Spans.is_starting`)."""
+        if not self.settings.warm_up:
+            return
+        self.context.report_phase("warming up kernels and connections")
+        model = self.trainer.model
+        connect_ranks(model.device)
+        self.trainer.warm_up(warm_up_batches(model, self.settings.pack_tokens))
 
     def await_other_trainers(self) -> None:
         """Wait until all trainers have saved the last step. A trainer that has ended could not

@@ -101,3 +101,7 @@ class CriticTrainer(Trainer):
         return self.algorithm.value_loss(
             self.model.token_values(hidden, batch), batch.fields, batch.mask
         )
+
+    def scores(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """See `Trainer.scores`: values, [b, s]."""
+        return self.model.token_values(hidden, batch)

@@ -28,6 +28,9 @@ class SimulatedTrainer(Trainer):
         """Wait for the time of these rows."""
         time.sleep(self._episode_s * sum(_episodes(batch) for batch in micro_batches))
 
+    def warm_up(self, micro_batches: Sequence[Batch]) -> None:
+        """Do nothing."""
+
     def step(self, lr: float) -> dict[str, float]:
         """Do nothing, and return constant metrics."""
         return {"grad_norm": 0.0, "skipped": 0.0, "empty": 0.0}

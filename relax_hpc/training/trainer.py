@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
@@ -95,16 +95,26 @@ class Trainer:
         set it in the same call, with or without rows.
         """
         with self._reduction.passes(last):
-            sums = self._run(micro_batches) if micro_batches else []
+            sums = self._run(micro_batches, self._forward) if micro_batches else []
         for metrics in sums:
             self._sums.add(metrics)
 
-    def _run(self, micro_batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+    @with_lost_rank_errors
+    def warm_up(self, micro_batches: Sequence[Batch]) -> None:
+        """Run ``micro_batches`` forward and backward, and discard their gradient. Weights,
+        optimizer and random states stay as they are. Collective over all ranks."""
+        with self._reduction.passes(False):
+            self._run(micro_batches, self._warm_forward)
+        self.discard()
+
+    def _run(
+        self, micro_batches: Sequence[Batch], forward: Callable[..., Any]
+    ) -> list[dict[str, Tensor]]:
         """Metric sums of each micro-batch, on the ranks of the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         return get_forward_backward_func()(
-            forward_step_func=self._forward,
+            forward_step_func=forward,
             data_iterator=iter(micro_batches),
             model=self.module,
             num_microbatches=len(micro_batches),
@@ -115,6 +125,21 @@ class Trainer:
     def _forward(self, batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:
         batch = next(batches)
         return self.model.hidden(batch, module), partial(self._loss_of, batch)
+
+    def _warm_forward(
+        self, batches: Iterator[Batch], module: torch.nn.Module
+    ) -> tuple[Tensor, Any]:
+        batch = next(batches)
+        # The rows have no routes of an engine.
+        return self.model.hidden(batch, module, False), partial(self._warm_loss, batch)
+
+    def _warm_loss(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return self.scores(batch, hidden).sum(), torch.zeros((), dtype=torch.int), {}
+
+    def scores(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Input of the loss, from the last stage's ``hidden`` states: log-probabilities, [b, s].
+        Differentiable."""
+        return self.model.token_logprobs(hidden, batch, self.temperature, self._measures_entropy)[0]
 
     def _loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss, metrics = self.loss_of(batch, hidden)

@@ -201,6 +201,8 @@ def mounts(config: Config, run_dir: Path) -> list[str]:
         *(Path(path).parent for path in data_paths(config)),
         Path(_local_dir(config)),
     ]
+    if config.site.kernel_cache:
+        folders.append(Path(config.site.kernel_cache))
     paths = [str(folder.absolute()) for folder in folders]
     mistakes = Mistakes()
     for path in paths:

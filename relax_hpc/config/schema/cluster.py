@@ -206,3 +206,8 @@ class SiteConfig:
     """Data that are copied to local_dir once per node, so that processes do not read them from the
     shared filesystem. `model`: the model. `environment`: the virtual or conda environment of the
     interpreter."""
+    kernel_cache: str = ""
+    """Folder on the shared filesystem for archives of compiled kernels, which only you can write.
+    Each node unpacks the archive of its GPUs, its software and the model to local_dir when it
+    starts, and adds the kernels that it lacks. If it is empty, each job compiles again. See
+    `relax-hpc warm`."""

@@ -134,6 +134,9 @@ class TrainerConfig:
     expert weights exists during the layer. On GPUs it needs bfloat16, and widths per tensor rank
     that are multiples of 8. `auto`: `grouped` on GPUs where it can run, otherwise `sequential`.
     Forward roles group experts where they can, unless the actor has `sequential`."""
+    warm_up: bool = False
+    """Whether the group runs two small micro-batches and discards their gradient before its first
+    step. Kernels are then compiled and ranks connected while the group still counts as loading."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass recomputes instead of storing them. `none`: none. `full`:
     all activations of a layer except its input, which costs a third more computation. `selective`:
@@ -179,6 +182,9 @@ class ForwardConfig:
     max_media_tokens_per_micro_batch: int = bounded(0, 0)
     """Maximum number of media tokens of a forward pass, as
     `actor.max_media_tokens_per_micro_batch`."""
+    warm_up: bool = False
+    """Whether the group scores two small micro-batches before its first rows, as
+    `actor.warm_up`."""
 
     @property
     def pack_tokens(self) -> int:

@@ -177,6 +177,11 @@ def notes(config: Config) -> Iterator[str]:
     if missing:
         yield f"model.path: the tokenizer was not read; install {', '.join(missing)} to check it"
     yield from _stale_denominator(config)
+    if config.model.device == "cuda" and config.layout != "local" and not config.site.kernel_cache:
+        yield (
+            "site.kernel_cache: found '', so each job compiles its kernels again, which takes "
+            "minutes; name a folder on the shared filesystem that only you can write"
+        )
     tokenizer = None
     with suppress(OSError):
         tokenizer = find_model(config.model).tokenizer if config.model.path else None

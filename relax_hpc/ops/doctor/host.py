@@ -27,6 +27,7 @@ from relax_hpc.cluster.slurm.program_output import run_program
 from relax_hpc.cluster.slurm.render import render
 from relax_hpc.config.groups import rank_count
 from relax_hpc.config.schema import Config
+from relax_hpc.net.kernel_caches.node import archive_folder
 from relax_hpc.net.rendezvous.process import clean_environment
 from relax_hpc.ops.checks.settings import check
 from relax_hpc.ops.doctor.finding import Finding, error, warning
@@ -94,6 +95,16 @@ def check_settings(config: Config) -> Iterator[Finding]:
             f"site.local_dir: found {site.local_dir!r}, allowed: an absolute path on a disk of the "
             "node"
         )
+    # A folder that does not exist is created when a run is prepared.
+    if site.kernel_cache and (
+        not Path(site.kernel_cache).is_absolute() or Path(site.kernel_cache).exists()
+    ):
+        try:
+            archive_folder(site.kernel_cache)
+        except ConfigError as problem:
+            yield error(str(problem))
+        except OSError as problem:
+            yield error(f"site.kernel_cache: {site.kernel_cache}: {problem.strerror}")
 
 
 def _placeholders(config: Config) -> Iterator[Finding]:
