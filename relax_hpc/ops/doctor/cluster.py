@@ -21,7 +21,7 @@ from relax_hpc.ops.doctor.accounts import check_accounts, number
 from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
 from relax_hpc.ops.doctor.memory import check_memory
 
-TRIED_VERSIONS = ("22.05", "24.11")
+TRIED_VERSIONS = ("22.05", "24.11", "25.11")
 """Releases of Slurm on which the whole toolkit has run."""
 MIN_KILL_WAIT_S = 30
 _UNUSABLE = (
