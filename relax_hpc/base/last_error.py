@@ -33,6 +33,10 @@ _CONSEQUENCES = (
 """Exceptions of a process whose peer has failed. The exception of the peer is the cause."""
 
 
+_ABORTED = "Fatal Python error: Aborted"
+"""Line that faulthandler prints for every abort, behind the message of the program that aborted."""
+_LATE_COLLECTIVE = re.compile(r"Watchdog caught collective operation timeout: (.*? milliseconds)")
+"""Message of the NCCL watchdog of torch (2.13) when a collective has reached its timeout."""
 _TRANSIENT = re.compile(
     r"(?i)address already in use|connection (?:refused|reset|timed out|aborted)|\btimed "
     r"out|\btime-?out"
@@ -74,6 +78,13 @@ def read_last_line(log: Path, start: int = 0) -> str:
     return _one_line(text.rpartition("\n")[2])
 
 
+def find_late_collective(log: Path) -> str:
+    """The collective for whose timeout NCCL's watchdog has aborted the process that wrote ``log``.
+    Empty: it was not aborted by the watchdog."""
+    matches = _LATE_COLLECTIVE.findall(_read_end(log, 0, _MAX_BYTES))
+    return _one_line(matches[-1]) if matches else ""
+
+
 def _read_end(log: Path, start: int, max_bytes: int) -> str:
     """Text at the end of ``log``, behind byte ``start``; empty if the log cannot be read."""
     try:
@@ -106,8 +117,9 @@ def find_last_error(text: str) -> LastError:
     if causes:
         return causes[-1]
     other_ends = [match[1] for match in map(_OTHER_ENDS.search, lines) if match]
-    if other_ends:
-        return LastError(_one_line(other_ends[-1]))
+    messages = [text for text in other_ends if text != _ABORTED] or other_ends
+    if messages:
+        return LastError(_one_line(messages[-1]))
     return errors[-1] if errors else LastError()
 
 

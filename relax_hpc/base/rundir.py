@@ -293,6 +293,10 @@ class RunDir:
     def logs(self, group: str, incarnation: int) -> Path:
         return self.root / "logs" / group / f"inc-{incarnation:06d}"
 
+    def rank_log(self, group: str, incarnation: int, role: str, rank: int) -> Path:
+        """Log of one rank of a role, see `logs`."""
+        return self.logs(group, incarnation) / f"{role}-rank-{rank}.log"
+
     def tracker_state(self, name: str) -> Path:
         """Progress in metrics.jsonl of the tracker with the import path ``name``."""
         return self.root / "trackers" / f"{name.replace(':', '.')}.json"

@@ -122,7 +122,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
         else join_world(address, ranks, config.site.mpi, connect_timeout_s(config))
     )
     logs = run.logs(args.group, args.incarnation)
-    redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
+    redirect_output(run.rank_log(args.group, args.incarnation, args.role, world.rank))
     began = process_start_time()
     if args.ahead:
         wait_to_begin(
@@ -309,7 +309,8 @@ def main(
     set_private_umask()
     forbid_core_files()
     args = parse(argv)
-    mark = RunDir(args.run_dir).exit_mark(args.group, args.incarnation, args.role)
+    run = RunDir(args.run_dir)
+    mark = run.exit_mark(args.group, args.incarnation, args.role)
     use_folders_of_this_node()
     try:
         config = load_resolved(args.run_dir, args.group)
@@ -321,7 +322,7 @@ def main(
         return EXIT_RETRY
     bind_to_share(config, args.group, args.role)
     if args.role in COMPILING:
-        args.kernel_caches = open_kernel_caches(config, RunDir(args.run_dir).model)
+        args.kernel_caches = open_kernel_caches(config, run.model)
     keeper = start_keeper(args.kernel_caches)
     code = work_watched(args, config, sidecar) if args.watch else work(args)
     if keeper and code == EXIT_DONE:
@@ -334,15 +335,16 @@ def work_watched(
 ) -> int:
     """Run one role in a child process, and write its exit mark if a signal ends it. Return the exit
     code."""
-    mark = RunDir(args.run_dir).exit_mark(args.group, args.incarnation, args.role)
-    rank = os.environ.get("SLURM_PROCID", "0")
+    run = RunDir(args.run_dir)
+    mark = run.exit_mark(args.group, args.incarnation, args.role)
+    rank = int(os.environ.get("SLURM_PROCID", "0"))
 
     def handle_end(code: int) -> int:
         if code < 0:
-            uses_nccl = args.role in WITH_RANKS and config.model.device == "cuda"
-            write_exit_mark(mark, EXIT_RETRY, f"rank {rank} {describe_end(code, uses_nccl)}")
+            log = run.rank_log(args.group, args.incarnation, args.role, rank)
+            write_exit_mark(mark, EXIT_RETRY, f"rank {rank} {describe_end(code, log)}")
         # The supervisor may run on another node and cannot clean up here.
-        clear_staging(RunDir(args.run_dir))
+        clear_staging(run)
         sweep_orphaned_memory()
         return EXIT_RETRY if code < 0 else code
 

@@ -43,8 +43,8 @@ class Ranks:
         config, world = context.config, context.world
         patience_s = config.queue.wait_timeout_s
         torch.set_num_threads(config.threads)
-        timeout = patience_s + _LATER_S
-        store = make_store(world, context.run.token(), timeout)
+        start_timeout_s = patience_s + _LATER_S
+        store = make_store(world, context.run.token(), start_timeout_s)
         parallel.initialize(
             shape,
             world.rank,
@@ -53,7 +53,7 @@ class Ranks:
             store,
             config.model.device,
             config.seed,
-            timeout,
+            config.liveness.collective_timeout_s or start_timeout_s,
         )
         self.layout = parallel.layout()
         self._mark = context.run.exit_mark(context.group, context.incarnation, context.role)

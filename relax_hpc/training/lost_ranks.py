@@ -31,8 +31,9 @@ def with_lost_rank_errors(collective: Callable[P, R]) -> Callable[P, R]:
                 raise
             first_line = str(error).partition("\n")[0]
             raise LostRankError(
-                "a rank of this group is gone, or late by more than queue.wait_timeout_s and a "
-                f"minute; its log, in the same folder, has the reason ({first_line})"
+                "a rank of this group is gone, or late by more than "
+                "liveness.collective_timeout_s; its log, in the same folder, has the reason "
+                f"({first_line})"
             ) from error
 
     return wrapped

@@ -4,7 +4,6 @@ state."""
 from __future__ import annotations
 
 import importlib
-import math
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -110,8 +109,9 @@ def initialize(
 ) -> None:
     """Connect the group's `world` ranks over `store`, and create the process groups of `parallel`.
 
-    A group of one rank needs no store and opens no socket. `timeout_s` limits the start and every
-    collective. ConfigError if `parallel` does not describe `world` ranks.
+    A group of one rank needs no store and opens no socket. The timeout of ``store`` limits the time
+    until all ranks have imported their libraries, ``timeout_s`` limits every collective after that.
+    ConfigError if `parallel` does not describe `world` ranks.
     """
     if parallel.ranks != world:
         raise ConfigError(
@@ -123,11 +123,20 @@ def initialize(
     if world == 1:
         single_process.initialize(timeout)
     else:
+        assert store is not None
         _stores.append(store)
+        _await_imports(store, rank, world)
         # NCCL works only with GPUs, gloo is torch's backend for CPUs.
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     _create_groups(parallel, seed, timeout_s)
+
+
+def _await_imports(store: dist.Store, rank: int, world: int) -> None:
+    """Wait until all ranks have imported their libraries. On a cold filesystem one of them may take
+    minutes longer than another, which must not count against the timeout of collectives."""
+    store.set(f"imported/{rank}", "yes")
+    store.wait([f"imported/{number}" for number in range(world)])
 
 
 def import_libraries(device: str, local_rank: int | None, trains: bool = False) -> None:
@@ -172,7 +181,8 @@ def _create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> Non
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
-        distributed_timeout_minutes=math.ceil(timeout_s / 60),
+        # megatron-core 0.16.1 declares whole minutes, and passes the number to `timedelta`.
+        distributed_timeout_minutes=timeout_s / 60,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -82,6 +82,8 @@ def test_errors_of_real_programs(program: str, text: str) -> None:
 
 def test_errors_of_other_languages() -> None:
     assert find_last_error(CPLUSPLUS).text.startswith("what(): CUDA error: no kernel image")
+    aborted = f"{CPLUSPLUS}Fatal Python error: Aborted\n\nThread 0x7f (most recent call first):\n"
+    assert find_last_error(aborted).text.startswith("what(): CUDA error: no kernel image")
     text = "/x/python: error while loading shared libraries: libmpi.so.12: cannot open"
     assert find_last_error(text).text.startswith("error while loading shared libraries: libmpi")
 

@@ -17,6 +17,14 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.wakeups import Wakeups
 from relax_hpc.net.rendezvous.process import END_SIGNAL, STOP_SIGNALS
 
+WATCHDOG = """\
+[rank0]:[E1127 10:00:30 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation \
+timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=30000) ran for \
+30008 milliseconds before timing out.
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated
+"""
+"""Messages of torch's NCCL watchdog before it aborts its process."""
 PROGRAM = """
 import os, signal, sys, time
 from relax_hpc.net.rendezvous.process import STOP_SIGNALS, run_watched
@@ -276,3 +284,87 @@ subprocess.run([sys.executable, "-c", show], check=True)
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
     )
     assert process.stdout == "0\n"
+
+
+ABORTED = """
+import os, resource, sys
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.config.schema import Config
+from relax_hpc.roles import __main__ as roles
+
+def serve(args, config, run, stop):
+    roles.redirect_output(run.rank_log(args.group, args.incarnation, args.role, 0))
+    print("core files:", resource.getrlimit(resource.RLIMIT_CORE)[0], flush=True)
+    print(sys.argv[2], file=sys.stderr, flush=True)
+    os.abort()
+
+roles.serve, roles.load_resolved = serve, lambda *_: Config()
+hard_limit = resource.getrlimit(resource.RLIMIT_CORE)[1]
+resource.setrlimit(resource.RLIMIT_CORE, (hard_limit, hard_limit))
+words = ["--group", "actor", "--role", "actor", "--incarnation", "1", "--watch"]
+sys.exit(roles.main(["--run_dir", sys.argv[1], *words]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            WATCHDOG,
+            "a rank of this group is gone, or late by more than liveness.collective_timeout_s; "
+            "its log, in the same folder, has the reason (WorkNCCL(SeqNum=7, OpType=ALLREDUCE, "
+            "NumelIn=4, NumelOut=4, Timeout(ms)=30000) ran for 30008 milliseconds)",
+        ),
+        ("  what():  CUDA error: an illegal memory access", "what(): CUDA error: an illegal"),
+    ],
+)
+def test_a_rank_that_aborts_leaves_its_reason_and_no_core_file(
+    message: str, reason: str, tmp_path: Path
+) -> None:
+    """As NCCL's watchdog aborts a rank whose peers are gone; any other abort is no lost rank."""
+    run = RunDir(tmp_path)
+    mark_path = run.exit_mark("actor", 1, "actor")
+    log = run.rank_log("actor", 1, "actor", 0)
+    mark_path.parent.mkdir(parents=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.run(
+        [sys.executable, "-c", ABORTED, str(tmp_path), message],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    mark = json.loads(mark_path.read_text())
+    assert process.returncode == 75 and mark["status"] == "failed", process.stderr
+    assert mark["reason"].startswith(f"rank 0 was ended by signal 6: {reason}"), mark
+    assert "core files: 0\n" in log.read_text() and not list(tmp_path.glob("core*"))
+
+
+def test_the_parent_of_local_ranks_names_the_collective_of_an_aborted_rank(
+    tmp_path: Path,
+) -> None:
+    log = RunDir(tmp_path).rank_log("actor", 2, "actor", 1)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    program = (
+        "import os, signal, sys\n"
+        "if os.environ['RELAX_MEETING'].startswith('1 '):\n"
+        "    open(sys.argv[1], 'w').write(sys.argv[2])\n"
+        "    os.abort()\n"
+        "signal.pause()\n"
+    )
+    options = f"--run_dir {tmp_path} --group actor --incarnation 2 --role actor".split()
+    ranks = [sys.executable, "-m", "relax_hpc.cluster.supervise.ranks", "2"]
+    process = subprocess.run(
+        [*ranks, "-c", program, str(log), WATCHDOG, *options],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 75
+    assert process.stderr.splitlines()[-1].startswith(
+        "rank 1 was ended by signal 6: a rank of this group is gone, or late by more than "
+        "liveness.collective_timeout_s"
+    )

@@ -501,6 +501,10 @@ FINDINGS = [
         {"liveness.lease_s": 1, "liveness.beat_s": 0.5},
         ["liveness.lease_s: found 1.0", "more than two beats"],
     ),
+    (
+        {"liveness.collective_timeout_s": 120.0, "liveness.hang_s": 60.0},
+        ["liveness.collective_timeout_s: found 120", "less than liveness.hang_s (60)"],
+    ),
     ({"name": "a/b"}, ["name: found 'a/b'"]),
     ({"run_dir": f"{__file__}/run"}, ["run_dir: found", "is a file; name a directory"]),
 ]

@@ -15,9 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 
 from relax_hpc.base.errors import EXIT_DONE, EXIT_RETRY
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.net.rendezvous.process import (
     PARENT,
     STOP_SIGNALS,
@@ -37,6 +41,8 @@ class _Rank:
     connection: socket.socket
     card: bytearray = field(default_factory=bytearray)
     """Card that the rank sends: one line, complete when it ends with a newline."""
+    log: Path | None = None
+    """Log of the rank, if it is a rank of a role."""
 
 
 def main(arguments: list[str]) -> int:
@@ -71,7 +77,17 @@ def _start(number: int, count: int, arguments: list[str]) -> _Rank:
             pass_fds=(theirs.fileno(),),
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS),
         )
-    return _Rank(number, process, ours)
+    return _Rank(number, process, ours, log=_find_log(arguments, number))
+
+
+def _find_log(arguments: Sequence[str], number: int) -> Path | None:
+    """Log of rank ``number`` of the role that ``arguments`` start. None: they start none."""
+    options = dict(pairwise(arguments))
+    if not {"--run_dir", "--group", "--incarnation", "--role"} <= options.keys():
+        return None
+    run = RunDir(Path(options["--run_dir"]))
+    incarnation = int(options["--incarnation"])
+    return run.rank_log(options["--group"], incarnation, options["--role"], number)
 
 
 def _signal(ranks: list[_Rank], number: int) -> None:
@@ -113,7 +129,7 @@ def _await_ranks(ranks: list[_Rank], woken: int) -> int:
 
 def _report_failure(rank: _Rank, code: int) -> int:
     """Print how a rank failed; the exit code of this process."""
-    print(f"rank {rank.number} {describe_end(code)}", file=sys.stderr, flush=True)
+    print(f"rank {rank.number} {describe_end(code, rank.log)}", file=sys.stderr, flush=True)
     return EXIT_RETRY if code < 0 else code
 
 

@@ -33,6 +33,7 @@ from relax_hpc.cluster.supervise.verdict import Evidence, Fate, verdict
 from relax_hpc.cluster.supervise.wakeups import Wakeups
 from relax_hpc.config import Config
 from relax_hpc.config.groups import base_name
+from relax_hpc.net.rendezvous.process import describe_end
 from relax_hpc.net.rendezvous.roster import latest_card, latest_incarnation
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.presence import longest_wait_s
@@ -353,7 +354,9 @@ class Supervisor:
         """Cause of the end of a member that wrote no exit mark."""
         code = member.process.wait(timeout=30) if member.process else 0
         if code < 0:
-            return f"ended by signal {-code}"
+            group = self.table.supervised[name]
+            log = self.run.rank_log(name, group.incarnation, member.role, 0)
+            return describe_end(code, log).removeprefix("was ")
         output = self.table.supervised[name].last_output(member)
         return f"ended with code {code} and without a mark: {output}"
 

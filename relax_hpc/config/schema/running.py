@@ -215,6 +215,11 @@ class LivenessConfig:
     hang_s: float = bounded(1800.0, 1.0)
     """Seconds at one piece of work, without waits, after which a role is considered dead although
     it sends heartbeats."""
+    collective_timeout_s: float = bounded(0.0, 0.0)
+    """Seconds after which a collective fails that some ranks of a group have not entered. The
+    waiting ranks end, on GPUs by SIGABRT from NCCL's watchdog, a rank is reported as lost, and the
+    group restarts. The value must exceed the difference between ranks in their first step, in
+    which kernels are compiled. With 0 it is `queue.wait_timeout_s` + 60."""
     start_ahead_s: float = bounded(60.0, 0.0)
     """Seconds after which processes of the next incarnation are started in advance for a group that
     computes a model (actor, actor_fwd, reference). They import their libraries, at low priority,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.last_error import find_late_collective, read_last_error
 
 _PR_SET_PDEATHSIG = 1
 PARENT = "RELAX_PARENT"
@@ -61,25 +62,30 @@ def forbid_core_files() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
-def describe_end(code: int, uses_nccl: bool = False) -> str:
-    """The end of a process as text. ``code``: its exit code, negative for a signal.
+def describe_end(code: int, log: Path | None = None) -> str:
+    """The end of a process as text.
+
+    ``code``: its exit code, negative for a signal. ``log``: its log, which says why it was aborted.
 
     >>> describe_end(75), describe_end(-9)
     ('ended with code 75', 'was ended by signal 9')
-    >>> describe_end(-6, uses_nccl=True)[:56]
-    'was ended by signal 6 (probably by the watchdog of NCCL,'
     """
     if code >= 0:
         return f"ended with code {code}"
     text = f"was ended by signal {-code}"
-    if -code == signal.SIGABRT and uses_nccl:
-        # Collectives of NCCL return at once, and the rank waits elsewhere. When one is late by its
-        # timeout, a thread of torch (2.13) ends the process.
-        text += (
-            " (probably by the watchdog of NCCL, as another rank of the group is gone or late by "
-            "more than queue.wait_timeout_s and a minute; the log of that rank has the reason)"
+    if -code != signal.SIGABRT or log is None:
+        return text
+    # Collectives of NCCL return at once, and the rank waits elsewhere. When one is late by its
+    # timeout, a thread of torch (2.13), the watchdog, aborts the process.
+    collective = find_late_collective(log)
+    if collective:
+        return (
+            f"{text}: a rank of this group is gone, or late by more than "
+            f"liveness.collective_timeout_s; its log, in the same folder, has the reason "
+            f"({collective})"
         )
-    return text
+    error = read_last_error(log).text
+    return f"{text}: {error}" if error else text
 
 
 def set_private_umask() -> None:

@@ -40,6 +40,9 @@ from relax_hpc.tasks import environment_name, get_task, misfits
 from relax_hpc.training.models import megatron_settings
 
 Findings = Iterator[str]
+_MIN_COLLECTIVE_S = 10.0
+"""Seconds by which a rank may be late for a collective without any fault, for example if its node
+pages, at least."""
 
 
 def check(config: Config) -> list[str]:
@@ -129,6 +132,13 @@ def _run(config: Config) -> Findings:
         yield (
             f"liveness.lease_s: found {liveness.lease_s}, allowed: more than two beats "
             f"(liveness.beat_s is {liveness.beat_s}), else every group is taken for dead"
+        )
+    limit_s = liveness.collective_timeout_s
+    if limit_s and not _MIN_COLLECTIVE_S <= limit_s < liveness.hang_s:
+        yield (
+            f"liveness.collective_timeout_s: found {limit_s:g}, allowed: 0, or at least "
+            f"{_MIN_COLLECTIVE_S:g} and less than liveness.hang_s ({liveness.hang_s:g}), after "
+            "which the group is taken for dead without naming the lost rank"
         )
 
 
