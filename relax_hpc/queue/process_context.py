@@ -57,6 +57,7 @@ class Context:
 
     def report_phase(self, phase: str) -> None:
         """Report what this process does before its work begins, for people; empty: it has begun."""
+        self.spans.enter_stage(phase)
         if self.client:
             self.client.beat.set_phase(phase)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FOR_TURN = "waiting for the actor to make room"
 """Phase of an engine that waits for its turn. It is not a phase of its start."""
-_PHASE_POLL_S = 0.5
+_PHASE_POLL_S = 0.1
 """Seconds between two reads of the phase of a starting engine."""
 
 

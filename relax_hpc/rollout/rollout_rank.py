@@ -131,6 +131,7 @@ class Rollout:
         if phase and phase != self.phases.get(name):
             print(f"{name}: {phase}", flush=True)
         self.phases[name] = phase
+        self.context.spans.enter_stage("" if phase in WAITS else phase, name)
         phases = [phase for _, phase in sorted(self.phases.items()) if phase]
         reported = min(phases, key=WAITS.__contains__, default="")
         self.client.beat.set_phase(reported, waits=reported in WAITS)

@@ -219,3 +219,33 @@ def test_parts_that_are_cut_at_once_are_all_compressed(tmp_path):
         part.suffix == ".gz" for part in rotated_files(path)
     )
     assert list(read_all_lines(path))[::1000] == [f"{step}\n".encode() for step in range(50)]
+
+
+def test_stages_of_a_start_are_no_spans(tmp_path, monkeypatch):
+    """Each lane has its own stages. The time of a start stays of kind `start`."""
+    clock = Clock(monkeypatch)
+    clock.now = 10.0
+    spans = Spans(span_file(tmp_path, "rollout"), "rollout", began=8.0)
+    for moment, stage, lane in (
+        (11.0, "importing libraries", ""),
+        (13.0, "importing libraries", ""),
+        (14.0, "", ""),
+        (15.0, "SGLang is starting", "engine 0"),
+        (19.0, "", "engine 0"),
+    ):
+        clock.now = moment
+        spans.enter_stage(stage, lane)
+    assert spans.is_starting()
+    clock.now = 20.0
+    with spans("generate", lane="0"):
+        pass
+    assert spans.take() == {"start": 12.0}
+    spans.close()
+    spans.enter_stage("after the end")
+    (process,) = read_processes(tmp_path)
+    lengths = [(stage.name, stage.lane, stage.end - stage.start) for stage in process.stages]
+    assert lengths == [
+        ("starting the process", "", pytest.approx(3.0)),
+        ("importing libraries", "", pytest.approx(3.0)),
+        ("SGLang is starting", "engine 0", pytest.approx(4.0)),
+    ]

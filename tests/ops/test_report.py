@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +62,22 @@ def incarnation(
     ended: float | None,
     lane: str = "",
     attempt: int = 1,
+    stages: Sequence[tuple[str, float, float]] = (),
+    detected: float = 0.0,
 ) -> int:
     """Spans of the next incarnation of a group with a role of its name; without ``ended`` it left
-    no word."""
+    no word. ``detected``: when the end of the incarnation before it was detected."""
     incarnation = claim_incarnation(run, group)
-    record_launch(run, group, incarnation, Launch(attempt, (0, 0, 0), "11", f"11/{attempt}"))
+    launch = Launch(attempt, (0, 0, 0), "11", f"11/{attempt}")
+    if detected:
+        launch = replace(launch, detected_at=ORIGIN + detected, launched_at=ORIGIN + detected)
+    record_launch(run, group, incarnation, launch)
     folder = run.logs(group, incarnation)
     folder.mkdir(parents=True)
     role = "advantages" if group == "hub" else group
     text = [{"role": role, "monotonic": began, "wall": ORIGIN + began, "boot": "b", "began": began}]
+    for stage, start, end in stages:
+        text.append({"role": role, "stage": stage, "lane": "", "start": start, "end": end})
     for what, start, end, *about in spans:
         step = about[0] if about and what != "wait" else None
         line = {"role": role, "what": what, "step": step, "start": start, "end": end, "lane": lane}
@@ -134,7 +143,12 @@ def run(tmp_path: Path) -> RunDir:
     mark = run.exit_mark("actor", number, "actor")
     write_exit_mark(mark, 75, "rank 0 was ended by signal 9")
     os.utime(mark, (ORIGIN + 48, ORIGIN + 48))
-    incarnation(run, "actor", 50, trained_again(), 70)
+    stages = (
+        ("starting the process", 50, 50.5),
+        ("importing libraries", 50.5, 51.5),
+        ("loading checkpoint i000001-step-000001", 51.5, 53),
+    )
+    incarnation(run, "actor", 50, trained_again(), 70, stages=stages, detected=48.5)
     step = {
         "reward/mean": 0.5,
         "reward/response_tokens": 25,
@@ -212,7 +226,33 @@ def test_hours_and_restarts(run: RunDir) -> None:
             "gap_s": 17,
             "fault": True,
             "why": "rank 0 was ended by signal 9",
+            "recovery": {
+                "total": 9,
+                "detection": 0.5,
+                "process": 2.0,
+                "imports": 1.0,
+                "weights": 1.5,
+                "compilation": 0,
+                "waits": 1,
+                "other": 1,
+                "step": 2,
+            },
         }
+    ]
+    text = list(lines(found))
+    assert text[-2].split()[:4] == ["RECOVERY", "INCARNATION", "TOTAL", "DETECTION"]
+    assert text[-1].split() == [
+        "actor",
+        "2",
+        "9.0",
+        "0.5",
+        "2.0",
+        "1.0",
+        "1.5",
+        "0.0",
+        "1.0",
+        "1.0",
+        "2.0",
     ]
     expected = {
         "asked": 560,

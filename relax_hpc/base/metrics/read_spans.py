@@ -33,6 +33,7 @@ _SPAN: _Kinds = {
     "reason": _TEXT,
     "lane": _TEXT,
 }
+_STAGE: _Kinds = {"role": str, "stage": str, "lane": str, "start": _TIME, "end": _TIME}
 _LONGEST = 1e12
 """Bound of times in seconds. A larger number is not a measured time."""
 
@@ -55,6 +56,17 @@ class Span:
     lane: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Part of a start, [start, end] in wall-clock seconds; see `start_stages`."""
+
+    name: str
+    lane: str
+    """Engine that starts; empty: the role itself."""
+    start: float
+    end: float
+
+
 @dataclass(slots=True)
 class Process:
     """One process of a role, from its file of spans. Times are those of `Span`."""
@@ -67,6 +79,8 @@ class Process:
     ended: float | None = None
     """Time at which it wrote that it ends. None: it still runs, or was killed."""
     spans: list[Span] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    """Stages of its start that have ended."""
 
     @property
     def last(self) -> float:
@@ -121,6 +135,9 @@ def _read_process(path: Path, offsets: dict[str, float]) -> Process | None:
             process.ended = line["ended"] + offset
         elif process and is_map(line, **_SPAN):
             process.spans.append(_span(line, offset))
+        elif process and is_map(line, **_STAGE):
+            start, end = line["start"] + offset, line["end"] + offset
+            process.stages.append(Stage(line["stage"], line["lane"], start, end))
     return process
 
 

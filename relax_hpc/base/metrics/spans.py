@@ -23,6 +23,8 @@ KINDS = (*MODEL_KINDS, "publish", "checkpoint", "wait", "eval", "queue", "weight
 FOR = "_for_"
 """Infix of the kind of waits for one peer, such as `wait_for_rollout`."""
 
+STARTING_PROCESS = "starting the process"
+"""First stage of each start: the interpreter, and the meeting of the ranks."""
 _FLUSH_S = 1.0
 ROTATION_BYTES, _KEPT_PARTS = 16 << 20, 128
 """Bytes of a rotated file, and rotated files that are kept: 2 GiB of spans, a tenth of that
@@ -112,11 +114,15 @@ class Spans:
         self._path, self._role = path, role
         self._lock = threading.Lock()
         self._open: dict[int, OpenSpan] = {}
+        self._stages: dict[str, tuple[str, float]] = {}
+        """Lane -> present stage of its start, and the begin of the stage."""
         self._accounts: dict[str, Account] = {}
         now = self._flushed = time.monotonic()
         self._began = now if began is None else began
         self._starts = began is not None
         self._begin_file()
+        if self._starts:
+            self._stages[""] = (STARTING_PROCESS, self._began)
 
     @contextmanager
     def __call__(
@@ -136,6 +142,24 @@ class Spans:
             yield span
         finally:
             self._finish(span)
+
+    def enter_stage(self, stage: str, lane: str = "") -> None:
+        """Record that the start of ``lane`` is in ``stage`` from now on; empty: it has ended.
+
+        Stages say where the time of a start goes, see `start_stages`. They are no spans: the time
+        of a start is of kind `start`.
+        """
+        now = time.monotonic()
+        with self._lock:
+            previous, since = self._stages.get(lane, ("", now))
+            if previous == stage or self._file.closed:
+                return
+            if previous:
+                texts = {"stage": previous, "lane": lane}
+                times = {"start": since, "end": now}
+                self._write({"role": self._role, **texts, **times})
+            self._stages[lane] = (stage, now)
+            self._flush_if_due(now)
 
     def take(self) -> dict[str, float]:
         """Seconds of each kind since the last call. Their sum in each lane is the time that has

@@ -7,10 +7,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 
 from relax_hpc.base.metrics.accounting import Interval
-from relax_hpc.base.metrics.read_spans import Process, read_processes
+from relax_hpc.base.metrics.read_spans import Process, Stage, read_processes
 from relax_hpc.base.metrics.timeline import WorkerTimeline, workers_of_process
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.launch_records import last_beat_s, read_launch, read_mark
@@ -35,6 +35,11 @@ class PastIncarnation:
     """Token of its nodes. If consecutive incarnations of a group have the same token, the group
     kept its nodes in between."""
     attempt: int
+    stages: Sequence[Stage]
+    """Stages of the starts of its processes and engines."""
+    detected_at: float
+    launched_at: float
+    """See `Launch`."""
     status: str
     """State at the end: `done`, `stopped`, `failed`, or empty if no mark was written."""
     reason: str
@@ -140,6 +145,9 @@ def _read_incarnation(
         units=_units(run, config, group, incarnation, len(workers)),
         held_as=(launch.attempt, launch.job, launch.allocation) if launch else (),
         attempt=launch.attempt if launch else 0,
+        stages=list(chain.from_iterable(process.stages for process in processes)),
+        detected_at=launch.detected_at if launch else 0.0,
+        launched_at=launch.launched_at if launch else 0.0,
         status=worst.get("status", ""),
         reason=worst.get("reason", ""),
     )

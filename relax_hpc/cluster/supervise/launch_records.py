@@ -42,6 +42,11 @@ class Launch:
     """Job and its number of restarts, because a requeued job keeps its id."""
     steps: dict[str, str] = field(default_factory=dict)
     """Role -> name of its Slurm step."""
+    detected_at: float = 0.0
+    """Wall-clock seconds at which this supervisor took the previous incarnation for dead. 0: it was
+    not dead, or another supervisor found that."""
+    launched_at: float = 0.0
+    """Wall-clock seconds at which it was started. 0: a record of an earlier release."""
 
 
 def record_launch(run: RunDir, group: str, incarnation: int, launch: Launch) -> None:
@@ -54,11 +59,13 @@ def read_launch(run: RunDir, group: str, incarnation: int) -> Launch | None:
     kinds = {"attempt": int, "progress": list, "job": str, "allocation": str, "steps": dict}
     # The file may be empty after a power loss.
     value = read_map(_path(run, group, incarnation), **kinds)
-    return (
-        Launch(**{name: value[name] for name in kinds} | {"progress": tuple(value["progress"])})
-        if value
-        else None
-    )
+    if not value:
+        return None
+    values = {name: value[name] for name in kinds} | {"progress": tuple(value["progress"])}
+    for name in ("detected_at", "launched_at"):
+        seconds = value.get(name)
+        values[name] = seconds if type(seconds) in (int, float) else 0.0
+    return Launch(**values)
 
 
 def count_fruitless_starts(run: RunDir, group: str, attempt: int, progress: Progress) -> int:

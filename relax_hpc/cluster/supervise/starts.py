@@ -59,6 +59,9 @@ class GroupStarts:
         self.wakeups, self.say, self.leave = wakeups, say, leave
         self.disk = failures.disk
         self.ahead = StartAhead(run, config, launcher, say)
+        self.detected_at: dict[str, float] = {}
+        """Groups that have failed and are not started again yet -> time at which that was found,
+        seconds since 1970."""
         self.retries: dict[str, tuple[str, float, float]] = {}
         """Groups that could not be restarted yet, each with the reason of its end, the time of the
         first attempt, and the time of the next attempt."""
@@ -105,7 +108,12 @@ class GroupStarts:
         self.disk.check_space()
         self.retries.pop(name, None)
         incarnation, ahead = self.ahead.claim_next(name, lambda name: claim(self.run, name))
-        launch = Launch(self.failures.attempt, self.failures.progress())
+        launch = Launch(
+            self.failures.attempt,
+            self.failures.progress(),
+            detected_at=self.detected_at.pop(name, 0.0),
+            launched_at=time.time(),
+        )
         group = self.launcher(name).start(name, incarnation, launch, ahead)
         self.table.supervised[name] = group
         self.ahead.begin(name, incarnation)
@@ -146,6 +154,7 @@ class GroupStarts:
         """Give a group to a separate job. If that is not possible, restart it in place, or end
         this job if nodes are lost."""
         self.disk.check_space()
+        self.detected_at.pop(name, None)
         self.ahead.drop(name)
         self.say(f"{name}: cannot continue in this job: {reason}")
         job = self.launcher(name).hand_over(name, reason)

@@ -396,6 +396,7 @@ class Supervisor:
         group. Lost jobs of groups that have their own are handled in cluster/slurm/lost_jobs.py.
         """
         self.check_fenced()
+        self.starts.detected_at[name] = time.time()
         self.remove_group(name)
         # If the records cannot be read, the next failure of the group is checked again.
         self.try_read(lambda: self.failures.check_failure(name, reason))

@@ -25,6 +25,7 @@ from relax_hpc.cluster.supervise.incarnations import (
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.roles import ROLES
 from relax_hpc.ops.observe.gpu_hours import spent_hours
+from relax_hpc.ops.observe.recovery import measure_recovery
 from relax_hpc.ops.observe.status import failures_of
 
 ENOUGH_STEPS = 5
@@ -299,7 +300,14 @@ def _restart(restart: Restart, workers: Sequence[WorkerTimeline]) -> dict[str, A
         "gap_s": restart.gap[1] - restart.gap[0],
         "fault": restart.fault,
         "why": reason,
+        "recovery": _recovery(restart, workers),
     }
+
+
+def _recovery(restart: Restart, workers: Sequence[WorkerTimeline]) -> dict[str, float] | None:
+    """Seconds from a fault to the next trained step, and their parts."""
+    recovery = measure_recovery(restart, workers) if restart.fault else None
+    return {"total": recovery.total_s, **recovery.seconds} if recovery else None
 
 
 def _overlaps(interval: Interval, window: Interval) -> bool:

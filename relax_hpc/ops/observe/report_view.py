@@ -12,6 +12,7 @@ from typing import Any
 from relax_hpc.base.errors import EXIT_DONE
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.terminal_text import escape_line
+from relax_hpc.ops.observe.recovery import PARTS
 from relax_hpc.ops.observe.report import report
 from relax_hpc.ops.observe.status_view import duration
 from relax_hpc.ops.observe.text_table import Column, aligned
@@ -77,6 +78,7 @@ def _lines(values: dict[str, Any]) -> Iterator[str]:
         yield from _goodput(values["goodput"])
     yield from _hours(values["hours"])
     yield from _restarts(values["restarts"])
+    yield from _recoveries(values["restarts"])
 
 
 def _roles(roles: dict[str, Any]) -> Iterator[str]:
@@ -194,6 +196,24 @@ def _restarts(restarts: Sequence[dict[str, Any]]) -> Iterator[str]:
     for line, reason in zip(cells, reasons, strict=True):
         # The reason is printed completely, because readers search for it.
         yield from _indented(f"{line}  ", reason, len(titles) - len("WHY"))
+
+
+def _recoveries(restarts: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Table of the seconds from each fault to the next trained step, by part."""
+    columns = [
+        Column("RECOVERY"),
+        Column("INCARNATION", is_number=True),
+        Column("TOTAL", is_number=True),
+        *(Column(part.upper(), is_number=True) for part in PARTS),
+    ]
+    rows = list[list[str]]()
+    for restart in restarts:
+        seconds = restart.get("recovery")
+        if seconds:
+            cells = [f"{seconds[part]:.1f}" for part in ("total", *PARTS)]
+            rows.append([restart["group"], str(restart["incarnation"]), *cells])
+    if rows:
+        yield from aligned(columns, rows)
 
 
 def _indented(start: str, text: str, indent: int) -> Iterator[str]:

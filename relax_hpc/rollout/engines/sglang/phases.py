@@ -7,7 +7,12 @@ import re
 from pathlib import Path
 
 # Log lines of SGLang 0.5.21. If a later release words them otherwise, a phase is shown for longer.
+IMPORTS_BEGIN = "relax_hpc: importing SGLang"
+IMPORTS_END = "relax_hpc: SGLang is imported"
+"""Lines that `server` prints."""
 _PHASES = (
+    (re.compile(IMPORTS_BEGIN.encode()), "SGLang is importing libraries"),
+    (re.compile(IMPORTS_END.encode()), "SGLang is starting its processes"),
     (re.compile(rb"Load weight begin"), "SGLang is loading weights"),
     (re.compile(rb"Load weight end"), "SGLang is making room for keys and values"),
     (re.compile(rb"Running FlashInfer autotune"), "SGLang is tuning kernels"),
@@ -15,7 +20,7 @@ _PHASES = (
     (re.compile(rb"Uvicorn running|fired up and ready"), "SGLang is about to serve"),
 )
 STARTING = "SGLang is starting"
-"""Phase until the first known line: the imports take a while."""
+"""Phase until the first known line."""
 _MAX_READ_BYTES = 1 << 20
 
 

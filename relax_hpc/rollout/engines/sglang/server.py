@@ -28,6 +28,7 @@ from relax_hpc.net.rendezvous.process import die_with_parent, set_private_umask
 from relax_hpc.rollout.engines.sglang import first_routes, media, slab_loader
 from relax_hpc.rollout.engines.sglang.cpu import stand_ins
 from relax_hpc.rollout.engines.sglang.flags import ROUTES_FLAG
+from relax_hpc.rollout.engines.sglang.phases import IMPORTS_BEGIN, IMPORTS_END
 
 _SINGLE_GROUP = {"dist_init_addr": None, "nnodes": 1, "dp_size": 1}
 """Values of these arguments for a server with one group of ranks on one node. Other servers use
@@ -48,6 +49,7 @@ def main(settings: dict[str, Any], key: str) -> None:
     if stand_ins.installed():
         _fork_children()
     _serve_on(socket.socket(fileno=settings["socket"]))
+    print(IMPORTS_END, flush=True)
     try:
         # The same key for all endpoints. If only admin_api_key is set, SGLang 0.5.21 serves
         # /generate without a key.
@@ -137,6 +139,7 @@ def _prepare() -> tuple[dict[str, Any], str]:
     the key."""
     settings = json.loads(Path(sys.argv[1]).read_bytes())
     die_with_parent()
+    print(IMPORTS_BEGIN, flush=True)
     set_private_umask()
     key = Path(settings["key_file"]).read_text()
     _redact(key)
