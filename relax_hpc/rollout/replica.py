@@ -37,6 +37,15 @@ _PHASE_POLL_S = 0.1
 """Seconds between two reads of the phase of a starting engine."""
 
 
+class EngineEndError(RelaxError):
+    """The process of an engine has ended.
+
+    ``start_error``: error that recurs at each start, see `relax_hpc.base.errors.find_start_error`.
+    """
+
+    start_error = ""
+
+
 class Replica:
     """One engine: its process, the weights it serves, the prompt groups it works on."""
 
@@ -155,9 +164,11 @@ class Replica:
             engine = self.engine
             description = await engine.wait_dead()
             if self.ready.is_set() and engine is self.engine:
-                raise RelaxError(
+                error = EngineEndError(
                     f"{engine.name}: {description}; open its log in {self.context.logs}"
                 )
+                error.start_error = getattr(engine, "start_error", "")
+                raise error
 
     async def follow(self) -> None:
         """Load the newest version whenever one is announced, and evaluate when that is due."""

@@ -70,7 +70,12 @@ def test_only_unused_files_are_removed(tmp_path: Path, monkeypatch: pytest.Monke
         "sglang_loads_open",
         "psm_1",
         "other",
+        f"sgl_shm_mm_{os.getpid()}_0a1b2c3d",
     )
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for kind in (f"sgl_shm_mm_{ended.pid}_0a1b2c3d", f"multi_tokenizer_args_{ended.pid}"):
+        (tmp_path / kind).write_bytes(bytes(4096))
     for name in names:
         (tmp_path / name).write_bytes(bytes(4096))
     users = []
@@ -86,7 +91,7 @@ def test_only_unused_files_are_removed(tmp_path: Path, monkeypatch: pytest.Monke
         for user in users:
             user.communicate(timeout=60)
     sweep_orphaned_memory()
-    assert {path.name for path in tmp_path.iterdir()} == {"psm_1", "other"}
+    assert {path.name for path in tmp_path.iterdir()} == {*names[4:]}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user")

@@ -4,6 +4,7 @@ on the machine."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import socket
@@ -87,6 +88,32 @@ def test_a_dead_server_is_told_from_a_broken_connection_and_leaves_no_children(
     assert "engine-2.log" in str(fault)
     assert what == "the server ended with code 3"
     assert not session_of(leader)
+
+
+def test_an_error_that_ends_a_server_before_its_first_response_may_recur(
+    place: Path, faked: None
+) -> None:
+    """As one of a missing kernel, which shows when the model first runs."""
+
+    async def die(requests: list[int]) -> tuple[str, str]:
+        engine = make_engine(place)
+        await engine.start()
+        with engine.server.log.open("a") as log:
+            log.write(SGLANG)
+        try:
+            for kind in requests:
+                with contextlib.suppress(EngineFault):
+                    await engine.generate(request(kind))
+            await engine.wait_dead()
+            with pytest.raises(EngineFault) as caught:
+                await engine.generate(request(fake.GOOD))
+            return engine.start_error, find_start_error(caught.value)
+        finally:
+            await engine.close()
+
+    quote = find_last_error(SGLANG).text
+    assert asyncio.run(die([fake.EXIT])) == (quote, quote)
+    assert asyncio.run(die([fake.GOOD, fake.EXIT])) == ("", "")
 
 
 def test_who_waits_for_a_dying_server_can_be_cancelled_at_that_moment(

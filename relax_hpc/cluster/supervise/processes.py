@@ -19,6 +19,7 @@ from dataclasses import replace
 import psutil
 
 from relax_hpc.base.local_dir import LOCAL_DIR
+from relax_hpc.base.orphaned_memory import sweep_orphaned_memory
 from relax_hpc.base.processes import all_processes
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.command import Command
@@ -64,6 +65,7 @@ class LocalProcesses(Incarnation):
         for member in self.members:
             member.child.wait(timeout=30)
         self.kill_leftovers()
+        sweep_orphaned_memory()
         self.detach()
 
     def _all_processes(self) -> list[psutil.Process]:

@@ -39,10 +39,11 @@ _CPU_ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
-    # Without max_total_tokens SGLang 0.5.21 takes most of the memory for keys and values. It does
-    # not start if other processes take more than mem_fraction_static of the memory while it loads
-    # weights (seen with 0.1).
-    "mem_fraction_static": 0.4,
+    # max_total_tokens limits the memory for keys and values. SGLang 0.5.21 also requires that the
+    # weights, and all that other processes take while it loads them, are less than
+    # mem_fraction_static of the memory that was available before (`_profile_available_bytes`). A
+    # small share makes it fail on a node with other load although there is room.
+    "mem_fraction_static": 0.95,
     "max_total_tokens": 16384,
     # The overlap of scheduler and model needs a device besides the CPU. On a CPU it costs SGLang
     # 0.5.21 a third of its speed (measured).
@@ -80,6 +81,14 @@ class SglangEngine:
             )
         )
         self._open = contextlib.AsyncExitStack()
+        self._has_answered = False
+
+    @property
+    def start_error(self) -> str:
+        """Error that ended the server before its first response; see `errors.find_start_error`. A
+        kernel that is missing shows only when the model first runs. Empty: there is none, it may
+        be temporary, or the server has answered."""
+        return "" if self._has_answered else self.server.lasting_error()
 
     @property
     def phase(self) -> str:
@@ -120,7 +129,9 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
         async with self._report_dead_server():
-            return await self._client.generate(request)
+            generation = await self._client.generate(request)
+        self._has_answered = True
+        return generation
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`."""
@@ -168,7 +179,9 @@ class SglangEngine:
         if ended.done():
             cause = f" ({fault})" if fault else ""
             text = f"{ended.result()}{cause}{self.server.quoted_error()}"
-            raise EngineFault("dead", f"{text}; see {self.server.log}") from fault
+            dead = EngineFault("dead", f"{text}; see {self.server.log}")
+            dead.start_error = self.start_error
+            raise dead from fault
 
 
 def server_arguments(

@@ -136,6 +136,8 @@ class ServerProcess:
                 self._registered.add(path)
 
     async def _launch(self) -> None:
+        # A role that was killed with its server could not clean up after it.
+        sweep_orphaned_memory()
         launch, socket_number = self.launch, self.listening.fileno()
         launch.logs.mkdir(parents=True, exist_ok=True)
         settings = {
@@ -205,8 +207,13 @@ class ServerProcess:
             raise ConfigError(f"{text}; see {self.log}")
         ended = f"{self.session.ended.result()} while starting{self.quoted_error()}"
         fault = EngineFault("dead", f"{ended}; see {self.log}")
-        fault.start_error = "" if is_temporary(error.text) else error.text
+        fault.start_error = self.lasting_error()
         raise fault
+
+    def lasting_error(self) -> str:
+        """The last error in its log, unless it may be temporary. Empty: there is none."""
+        text = read_last_error(self.log, self._log_start).text
+        return "" if is_temporary(text) else text
 
     def quoted_error(self) -> str:
         """The last error in its log, after a colon; without an error, the last line."""
