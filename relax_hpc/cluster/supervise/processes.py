@@ -65,6 +65,8 @@ class LocalProcesses(Incarnation):
         for member in self.members:
             member.child.wait(timeout=30)
         self.kill_leftovers()
+        # Killed ranks of MPICH 4.3 and servers of SGLang 0.5.21 leave files in /dev/shm. The killed
+        # roles were their owners, and no other process of this run removes them.
         sweep_orphaned_memory()
         self.detach()
 

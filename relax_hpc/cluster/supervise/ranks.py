@@ -82,6 +82,8 @@ def _start(number: int, count: int, arguments: list[str]) -> _Rank:
 
 def _find_log(arguments: Sequence[str], number: int) -> Path | None:
     """Log of rank ``number`` of the role that ``arguments`` start. None: they start none."""
+    # Ranks write to their own logs, so that the message of an abort by NCCL's watchdog (torch 2.13)
+    # is not in the output of this process.
     options = dict(pairwise(arguments))
     if not {"--run_dir", "--group", "--incarnation", "--role"} <= options.keys():
         return None

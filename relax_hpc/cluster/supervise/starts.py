@@ -154,6 +154,7 @@ class GroupStarts:
         """Give a group to a separate job. If that is not possible, restart it in place, or end
         this job if nodes are lost."""
         self.disk.check_space()
+        # The supervisor of the other job launches it, and does not know when the failure was found.
         self.detected_at.pop(name, None)
         self.ahead.drop(name)
         self.say(f"{name}: cannot continue in this job: {reason}")
