@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from relax_hpc.base.machine.gpu_vendors import (
@@ -48,6 +49,32 @@ def device_variables(config: Config, group: GroupConfig) -> dict[str, str]:
     if not group.devices:
         return {}
     return {gpu_vendor(config).visible_variable: device_setting(group).value}
+
+
+def describe_gpu_mismatch(
+    vendor: GpuVendor,
+    environment: Mapping[str, str],
+    needed: int,
+    setting: str,
+    is_exact: bool,
+) -> str:
+    """Line about a variable in ``environment`` that leaves another number of GPUs than ``needed``;
+    empty if the number fits, or if no variable limits the GPUs.
+
+    ``setting``: where the needed number comes from. ``is_exact``: more GPUs are wrong too, because
+    Slurm was asked for exactly this number.
+    """
+    visible = vendor.visible_gpus(environment)
+    if visible is None:
+        return ""
+    count = len(visible.entries)
+    if count == needed or (count > needed and not is_exact):
+        return ""
+    return (
+        f"{visible.variable}: found {visible.value!r} ({count} GPUs), needed: {needed} "
+        f"({setting}); remove options that divide GPUs (gpus-per-task, gpu-bind) from "
+        "srun_options, and the variable from site.setup and env"
+    )
 
 
 def hidden_gpu_variables() -> dict[str, str]:

@@ -105,12 +105,15 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
     from relax_hpc.base.metrics.spans import Spans, process_start_time
     from relax_hpc.net.rendezvous.network import own_address
     from relax_hpc.net.rendezvous.roster import GroupCard, publish_card
+    from relax_hpc.net.rendezvous.visible_gpus import check_visible_gpus
     from relax_hpc.net.rendezvous.world import join_world, single_rank_world
     from relax_hpc.net.transport.choice import check_required
     from relax_hpc.queue.client import QueueClient
     from relax_hpc.queue.process_context import Context
 
     check_required(config)
+    if not ROLES[args.role].on_cpus:
+        check_visible_gpus(config, args.group, args.role)
     ranks = rank_count(config, args.group, args.role)
     if LOCAL_DIR in os.environ:
         # Libraries read this variable when they first write compiled code.

@@ -26,9 +26,17 @@ from relax_hpc.cluster.slurm.mpi import mpi_plugin
 from relax_hpc.cluster.slurm.node_check import check_nodes, read_reports
 from relax_hpc.cluster.slurm.node_probe import BadNodes
 from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
+from relax_hpc.cluster.supervise.disk_watch import DiskWatch
+from relax_hpc.cluster.supervise.failures import Failures
+from relax_hpc.cluster.supervise.group_table import GroupTable
+from relax_hpc.cluster.supervise.launch_records import UNKNOWN, Launch, record_launch
+from relax_hpc.cluster.supervise.requests import read_stop_request
+from relax_hpc.cluster.supervise.starts import GroupStarts
+from relax_hpc.cluster.supervise.wakeups import Wakeups
 from relax_hpc.commands.snapshot import take_snapshot
 from relax_hpc.config import load
 from relax_hpc.config.load import dump
+from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.helpers.containers import PYTHON, install, make_image
 from tests.requirements import requires
 
@@ -77,7 +85,8 @@ def look(
         Allocation(job, 0, "node1", {"actor": GroupNodes(job, 2)}),
         lambda: None,
     )
-    return check_nodes(launcher, ["actor"]).get("actor", ""), run
+    failure = check_nodes(launcher, ["actor"]).get("actor")
+    return failure.reason if failure else "", run
 
 
 def test_what_is_no_report_is_left_alone() -> None:
@@ -143,7 +152,7 @@ def test_an_mpi_that_hangs_is_tried_again_and_ends_by_its_own_deadline(
     if hangs == 1:
         assert said == {}
     else:
-        line = said["actor"]
+        line = said["actor"].reason
         assert line.startswith(
             "MPI_Init did not succeed (mpi/pmi2: no cmd in req); see site.mpi.launcher (found pmi2)"
         )
@@ -158,7 +167,101 @@ def test_what_a_site_says_in_another_encoding_ends_nothing(tmp_path: Path) -> No
     launcher: Any = SimpleNamespace(
         run=run, allocation=allocation, srun_on_nodes=lambda place: said
     )
-    assert "r heute" in check_nodes(launcher, ["actor"])["actor"]
+    assert "r heute" in check_nodes(launcher, ["actor"])["actor"].reason
+
+
+OLD_LIBC = "glibc 2.28 found, 2.34 needed by sglang 0.5.21: use site.container"
+
+
+def permanent_report(node: str, *permanent: str) -> str:
+    """Report of a node that lacks a minimum requirement, or of a good one."""
+    problems = list(permanent)
+    report = {"node": node, "problems": problems, "ok": not problems}
+    return json.dumps(report | {"permanent_problems": problems})
+
+
+def launcher_with_reports(run: RunDir, nodes_by_group: dict[str, list[str]], bad: str) -> Any:
+    """A launcher whose nodes report `OLD_LIBC` if their names are in ``bad``."""
+    groups = {name: GroupNodes("1", len(nodes)) for name, nodes in nodes_by_group.items()}
+
+    def srun_on_nodes(group: GroupNodes) -> list[str]:
+        (name,) = (name for name, nodes in groups.items() if nodes is group)
+        lines = [
+            permanent_report(node, *([OLD_LIBC] if node in bad.split() else []))
+            for node in nodes_by_group[name]
+        ]
+        return [sys.executable, "-c", f"print({chr(10).join(lines)!r})"]
+
+    return SimpleNamespace(
+        run=run,
+        allocation=SimpleNamespace(group_nodes=groups),
+        srun_on_nodes=srun_on_nodes,
+        nodes_of=lambda name: nodes_by_group[name],
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes_by_group", "bad", "hopeless"),
+    [
+        ({"actor": ["n1", "n2"]}, "n1 n2", ["actor"]),
+        # Other nodes may be newer.
+        ({"actor": ["n1", "n2"]}, "n1", []),
+        ({"actor": ["n1"]}, "n1", []),
+        ({"actor": ["n1"], "rollout": ["n2"]}, "n1", []),
+        # All nodes of the run.
+        ({"actor": ["n1"], "rollout": ["n2"]}, "n1 n2", ["actor", "rollout"]),
+        ({"actor": ["n1"], "rollout": ["n2", "n3"]}, "n2 n3", ["rollout"]),
+    ],
+)
+def test_nodes_that_all_lack_a_requirement_are_not_replaced(
+    nodes_by_group: dict[str, list[str]], bad: str, hopeless: list[str], tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path)
+    dump(load([], {"layout": "jobs"}), run.config)
+    launcher = launcher_with_reports(run, nodes_by_group, bad)
+    failures = check_nodes(launcher, list(nodes_by_group))
+    assert [name for name, failure in failures.items() if failure.is_hopeless] == hopeless
+    failing = {name for name, nodes in nodes_by_group.items() if {*nodes} & {*bad.split()}}
+    assert set(failures) == failing
+    for name in hopeless:
+        nodes = " ".join(nodes_by_group[name])
+        assert failures[name].reason == f"{nodes}: {OLD_LIBC}"
+
+
+def test_a_single_node_counts_when_its_successor_lacks_the_same(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    dump(load([], {"layout": "jobs"}), run.config)
+    for number in (1, 2):
+        launcher = launcher_with_reports(run, {"actor": [f"n{number}"]}, f"n{number}")
+        failure = check_nodes(launcher, ["actor"])["actor"]
+        assert failure.is_hopeless == (number == 2)
+        # As `GroupStarts.refuse_start` records it.
+        record_launch(run, "actor", claim_incarnation(run, "actor"), Launch(1, UNKNOWN))
+    # The group has started since then.
+    incarnation = claim_incarnation(run, "actor")
+    record_launch(run, "actor", incarnation, Launch(1, UNKNOWN, allocation="7-0"))
+    failure = check_nodes(launcher, ["actor"])["actor"]
+    assert failure.reason and not failure.is_hopeless
+
+
+def test_a_group_that_no_node_can_run_ends_the_run(tmp_path: Path) -> None:
+    run, config = RunDir(tmp_path), load([], {"layout": "jobs"})
+    table = GroupTable(run, config, ["actor"])
+    table.hopeless.add("actor")
+    disk = DiskWatch(run, 60.0, print, 60.0)
+    failures = Failures(run, config, 1, lambda: UNKNOWN, disk)
+    launcher: Any = SimpleNamespace()
+    starts = GroupStarts(
+        run, config, table, lambda _: launcher, failures, Wakeups(print), print, print
+    )
+    reason = f"n1 n2: {OLD_LIBC}"
+    with pytest.raises(ConfigError) as caught:
+        starts.refuse_start("actor", reason)
+    assert str(caught.value) == f"actor: no node can run it: {reason}"
+    request = read_stop_request(run)
+    assert (request["code"], request["reason"]) == (78, str(caught.value)), (
+        "supervisors of other groups stop too, and no job is submitted again"
+    )
 
 
 def test_nodes_that_are_well_and_programs_that_are_not(

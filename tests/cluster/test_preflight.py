@@ -25,9 +25,16 @@ def run(run_dir: Path) -> RunDir:
 
 def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int = 0) -> None:
     """An nvidia-smi that prints `text`, on PATH."""
+    put_program(folder, monkeypatch, "nvidia-smi", text, code)
+
+
+def put_program(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, code: int = 0
+) -> None:
+    """A program that prints ``text``, on PATH."""
     folder.mkdir(exist_ok=True)
     (folder / "answer").write_text(text)
-    program = folder / "nvidia-smi"
+    program = folder / name
     program.write_text(f"#!/bin/sh\n/bin/cat '{folder}/answer'\nexit {code}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
@@ -72,13 +79,16 @@ def test_a_node_without_needs_of_the_environment_has_problems(
         "glibc 2.28 found, 2.34 needed by sglang 0.5.21: use site.container (env/relax_hpc.def)"
     ]
     assert not report.meets_requirements and "meets_requirements" in json.loads(report.line())
+    assert report.permanent_problems == report.problems
     assert node_probe.main([f"--run_dir={run.root}"]) == 78
     old = old._replace(libc="glibc 2.34", user_namespaces="user.max_user_namespaces is 0")
     monkeypatch.setattr(own_environment, "read_facts", lambda **_: old)
     assert check_node(run).ok
     silent = old._replace(driver=Driver(answers=False), user_namespaces="")
     monkeypatch.setattr(own_environment, "read_facts", lambda **_: silent)
-    (problem,) = check_node(run, gpus=8).problems
+    report = check_node(run, gpus=8)
+    (problem,) = report.problems
+    assert report.permanent_problems == [] and not report.meets_requirements, "other nodes may do"
     assert problem.startswith("NVIDIA driver without an answer found"), "nvidia-smi is not asked"
     monkeypatch.setattr(own_environment, "read_facts", lambda **_: old)
     (problem,) = check_node(run, programs=True).problems
@@ -112,6 +122,7 @@ def test_a_gpu_that_is_in_use(run: RunDir, tmp_path: Path, monkeypatch: pytest.M
     assert (
         "GPU 1: found 75% of its memory in use, allowed: 10%" in check_node(run, gpus=2).problems[0]
     )
+    assert check_node(run, gpus=2, max_gpu_used_share=0.8).ok
     # Another job's, where Slurm does not hide them.
     for names in ("0", "GPU-00"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
@@ -128,11 +139,72 @@ def test_a_broken_nvidia_smi(
     problem = check_node(run, gpus=1).problems[0]
     reason = "failed with exit code 6 (No devices were found)" if code else f"printed {text[:4]!r}"
     assert problem.startswith(f"GPUs: nvidia-smi {reason.rstrip(chr(39))}"), problem
+    assert node_probe.main([f"--run_dir={run.root}", "--gpus=1"]) == 78
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "wanted", "is_exact", "count"),
+    [
+        # Each task has one GPU: --gpu-bind=single:1.
+        ("CUDA_VISIBLE_DEVICES", "0", 4, False, 1),
+        ("CUDA_VISIBLE_DEVICES", "", 1, False, 0),
+        ("CUDA_VISIBLE_DEVICES", "0,1,2,3", 2, True, 4),
+        ("CUDA_VISIBLE_DEVICES", "0,1,2,3", 2, False, None),
+        ("CUDA_VISIBLE_DEVICES", "0,1,2,3", 4, True, None),
+        # Of another vendor.
+        ("ROCR_VISIBLE_DEVICES", "0", 4, True, None),
+    ],
+)
+def test_another_number_of_visible_gpus_is_refused_by_name(
+    run: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    wanted: int,
+    is_exact: bool,
+    count: int | None,
+) -> None:
+    nvidia_smi(tmp_path / "bin", monkeypatch, "".join(GPU.format(n=n, used=4) for n in range(4)))
+    monkeypatch.setenv(variable, value)
+    report = check_node(run, gpus=wanted, group="actor", exact_gpus=is_exact)
+    assert report.ok == (count is None), report.problems
+    if count is not None:
+        assert (
+            report.problems
+            == report.permanent_problems
+            == [
+                f"{variable}: found {value!r} ({count} GPUs), needed: {wanted} "
+                "(groups.actor.resources.gpus_per_node); remove options that divide GPUs "
+                "(gpus-per-task, gpu-bind) from srun_options, and the variable from site.setup and env"
+            ]
+        )
+        arguments = [f"--run_dir={run.root}", f"--gpus={wanted}", "--exact_gpus"]
+        assert node_probe.main(arguments) == 78
+
+
+def test_a_node_with_rocm(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory in use is that of github.com/marimo-team/marimo/issues/9237, 27 of 21,458 MB."""
+    cards = {}
+    for number in range(2):
+        cards[f"card{number}"] = {
+            "VRAM Total Memory (B)": "21458059264",
+            "VRAM Total Used Memory (B)": str(27856896 * (1 + 99 * number)),
+            "Unique ID": f"0x{number:016x}",
+        }
+    put_program(tmp_path / "bin", monkeypatch, "rocm-smi", json.dumps(cards))
+    (problem,) = check_node(run, gpus=2, gpu_vendor="rocm").problems
+    assert problem.startswith("GPU 1: found 13% of its memory in use, allowed: 10% (site.max_gpu_")
+    assert problem.endswith("a process was left over (rocm-smi)")
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "GPU-0000000000000000")
+    report = check_node(run, gpus=1, gpu_vendor="rocm", exact_gpus=True)
+    assert report.ok and report.gpus == 1
 
 
 def test_no_nvidia_smi(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CC", "/bin/sh")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "GPUs: found no nvidia-smi" in check_node(run, gpus=1).problems[0]
 
 

@@ -108,9 +108,13 @@ class _HeadJob:
             # If Slurm does not answer, the groups start without a check.
             with contextlib.suppress(SlurmError):
                 try:
-                    table.unfit |= check_nodes(launcher, new)
+                    failures = check_nodes(launcher, new)
                 except ConfigError as error:
                     supervisor.failures.end_run(new[0], str(error), EXIT_CONFIG)
+                for name, failure in failures.items():
+                    table.unfit[name] = failure.reason
+                    if failure.is_hopeless:
+                        table.hopeless.add(name)
 
     def submit_group(self, name: str, avoid: str = "") -> str:
         """Start a separate job for a group: a held spare job, or a new one that avoids node

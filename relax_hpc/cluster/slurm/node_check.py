@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from relax_hpc.base.errors import ConfigError, Mistakes
@@ -26,8 +26,11 @@ from relax_hpc.cluster.slurm.mpi import find_mpi_problem, mpi_plugin, needs_mpi
 from relax_hpc.cluster.slurm.node_probe import BadNodes, excluded_nodes
 from relax_hpc.cluster.slurm.srun import changed_srun, placing_options
 from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
+from relax_hpc.cluster.supervise.launch_records import read_launch
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_settings
+from relax_hpc.net.rendezvous.roster import latest_incarnation
+from relax_hpc.net.rendezvous.visible_gpus import requests_gpus
 from relax_hpc.tasks.jails import needs_namespaces
 
 _DEADLINE_S, _END_S = 60.0, 5.0
@@ -57,9 +60,20 @@ class NodeCheck:
     nodes: int = 1
 
 
-def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, str]:
-    """Check all nodes of the groups ``names`` in parallel. Returns, for each group that must not
-    start on its nodes, the reason.
+@dataclass(frozen=True, slots=True)
+class CheckFailure:
+    """Failed check of the nodes of a group, which must not start on them."""
+
+    reason: str
+    nodes: tuple[str, ...] = ()
+    """Nodes that the group has, if all of them lack what no other node of their kind has."""
+    is_hopeless: bool = False
+    """Whether other nodes would fail too, so that the run has to end."""
+
+
+def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, CheckFailure]:
+    """Check all nodes of the groups ``names`` in parallel. Returns the failure of each group that
+    must not start on its nodes.
 
     The check has the same conditions as the roles: their nodes, their container, their interpreter,
     and their MPI if a role has ranks. A check that could not run is a reason too. Failing nodes are
@@ -68,12 +82,33 @@ def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, str]:
     ConfigError if other nodes would not help: the container has no Python.
     """
     checks = [_start(launcher, name) for name in names]
-    reasons, mistakes = dict[str, str](), Mistakes()
+    refused = {name for name in names if _was_refused(launcher.run, name)}
+    failures, mistakes = dict[str, CheckFailure](), Mistakes()
     for check in checks:
         with mistakes:
-            reasons[check.name] = _evaluate(launcher, check)
+            failures[check.name] = _evaluate(launcher, check)
     mistakes.raise_if_any()
-    return {name: reason for name, reason in reasons.items() if reason}
+    all_nodes = set[str]()
+    for failure in failures.values():
+        all_nodes.update(failure.nodes)
+    all_fail = all(failure.nodes for failure in failures.values()) and len(all_nodes) > 1
+    for name, failure in failures.items():
+        # One node may differ from the others of its kind. If it is the only one, the group first
+        # gets other nodes.
+        has_more_evidence = all_fail or len(failure.nodes) > 1 or name in refused
+        failures[name] = replace(failure, is_hopeless=bool(failure.nodes) and has_more_evidence)
+    return {name: failure for name, failure in failures.items() if failure.reason}
+
+
+def _was_refused(run: RunDir, name: str) -> bool:
+    """Whether all nodes of a group failed for good when it was to start the last time."""
+    launch = read_launch(run, name, latest_incarnation(run, name))
+    has_record = any(
+        record.get("permanent") is True and record.get("group") == name
+        for record in BadNodes(run).records()
+    )
+    # A group that has started since then has an allocation.
+    return has_record and launch is not None and not launch.allocation
 
 
 def exclude_option(run: RunDir, chosen: str = "", avoid: str = "") -> list[str]:
@@ -103,7 +138,8 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
     if config.model.device == "cuda" and group.resources.gpus_per_node:
         site = config.site
         probe += ["--gpus", str(group.resources.gpus_per_node), "--gpu_vendor", site.gpu_vendor]
-        probe += ["--max_gpu_used_share", str(site.max_gpu_used_share)]
+        probe += ["--max_gpu_used_share", str(site.max_gpu_used_share), "--group", name]
+        probe += ["--exact_gpus"] if requests_gpus(config) else []
         if config.site.gpu_request != "none":
             srun.append(f"--gpus-per-node={group.resources.gpus_per_node}")
     interface = group.interface or config.site.interface
@@ -136,39 +172,56 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
     )
 
 
-def _evaluate(launcher: StepLauncher, check: NodeCheck, may_retry: bool = True) -> str:
-    """Reason why the group must not start on its nodes; empty if all of them passed."""
+def _evaluate(launcher: StepLauncher, check: NodeCheck, may_retry: bool = True) -> CheckFailure:
+    """Why the group must not start on its nodes; an empty reason if all of them passed."""
     (output, late), name = _read_output(check), check.name
     all_reports, messages = read_reports(output)
     last = " ".join(messages.split())[-300:] or "no output"
     reports = {report["node"]: report for report in all_reports if "problems" in report}
     if not reports and any(text in output for text in _NOT_STARTED):
         print(f"{name}: no pre-flight, as Slurm did not start it: {last}", flush=True)
-        return ""
+        return CheckFailure("")
     in_container = check.config.site.container.runtime != "none"
     if not reports and in_container and lacks_python(check.config, output):
         raise ConfigError(no_python_text(check.config, output))
     if not reports:
         # No node answered, so that a single node is not the cause.
-        return f"the pre-flight could not run ({last}); see {_likely_cause(check.config)}"
+        cause = _likely_cause(check.config)
+        return CheckFailure(f"the pre-flight could not run ({last}); see {cause}")
     bad = {node: report["problems"] for node, report in reports.items() if not report["ok"]}
     bad |= {
         node: ["no answer to the pre-flight"]
         for node in launcher.nodes_of(name)
         if node not in reports
     }
+    permanent = {
+        node: report["permanent_problems"]
+        for node, report in reports.items()
+        if report.get("permanent_problems")
+    }
     for node, problems in bad.items():
-        BadNodes(launcher.run).add(node, "preflight", problems)
+        BadNodes(launcher.run).add(node, "preflight", problems, name, node in permanent)
     reason = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in bad.items())
+    if len(permanent) >= check.nodes:
+        return CheckFailure(_describe_permanent(permanent), tuple(permanent))
     if reason or not check.mpi:
-        return reason
+        return CheckFailure(reason)
     worlds = [report["mpi"] for report in all_reports if "mpi" in report]
     problem = find_mpi_problem(check.config, worlds, len(reports), last)
     if problem and late and may_retry:
         # MPICH 5.0.2 with UCX sometimes hangs in MPI_Init under pmi2, see `mpi_defaults`.
         print(f"{name}: {problem}; it hung, and is tried again", flush=True)
         return _evaluate(launcher, _start(launcher, name), may_retry=False)
-    return problem
+    return CheckFailure(problem)
+
+
+def _describe_permanent(problems_by_node: Mapping[str, Sequence[str]]) -> str:
+    """One line about problems that all nodes of a group have. Nodes with the same problems are
+    named once."""
+    nodes_by_text: dict[str, list[str]] = {}
+    for node, problems in problems_by_node.items():
+        nodes_by_text.setdefault(", ".join(problems), []).append(node)
+    return "; ".join(f"{' '.join(nodes)}: {text}" for text, nodes in nodes_by_text.items())
 
 
 def read_reports(output: str) -> tuple[list[dict[str, Any]], str]:

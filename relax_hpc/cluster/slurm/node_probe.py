@@ -1,10 +1,10 @@
 """Probe of a node before a group is started on it, and the list of nodes that fail repeatedly.
 
-`python -m relax_hpc.cluster.slurm.node_probe --run_dir RUN [--gpus N [--gpu_vendor V]
-[--max_gpu_used_share S]] [--min_memory_gib M] [--interface I] [--programs] [--mpi]` takes about a
-second and prints one JSON line. With --mpi it prints a second line after MPI has connected all
-nodes; a broken MPI ends the process or hangs. The caller needs a deadline, because the probe hangs
-on a file system that hangs.
+`python -m relax_hpc.cluster.slurm.node_probe --run_dir RUN [--gpus N [--exact_gpus]
+[--gpu_vendor V] [--max_gpu_used_share S]] [--group G] [--min_memory_gib M] [--interface I]
+[--programs] [--mpi]` takes about a second and prints one JSON line. With --mpi it prints a second
+line after MPI has connected all nodes; a broken MPI ends the process or hangs. The caller needs a
+deadline, because the probe hangs on a file system that hangs.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from relax_hpc.base.machine.own_environment import own_problems
 from relax_hpc.base.machine.requirements import GPU, PROGRAMS
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.mpi import try_mpi
+from relax_hpc.config.gpus import describe_gpu_mismatch
 from relax_hpc.net.rendezvous.network import interface_address
 
 MAX_CLOCK_S = 2.0
@@ -62,10 +63,20 @@ class Report:
     """Seconds by which the clock of the run directory's file system is ahead of this host."""
     meets_requirements: bool = True
     """Whether it has what the environment needs; otherwise no other try can succeed on it."""
+    permanent_problems: list[str] = field(default_factory=list)
+    """Those of `problems` that do not depend on the node: other nodes of its kind have them too."""
 
     @property
     def ok(self) -> bool:
         return not self.problems
+
+    def add_requirement(self, problem: str, is_permanent: bool) -> None:
+        """Add a requirement that the node does not meet. ``is_permanent``: other nodes of its kind
+        do not meet it either."""
+        self.meets_requirements = False
+        self.problems.append(problem)
+        if is_permanent:
+            self.permanent_problems.append(problem)
 
     def line(self) -> str:
         """Report as JSON."""
@@ -86,17 +97,21 @@ def check_node(
     programs: bool = False,
     gpu_vendor: str = "",
     max_gpu_used_share: float = 0.1,
+    group: str = "",
+    exact_gpus: bool = False,
 ) -> Report:
     """Check this node.
 
     ``gpus``: number of GPUs that it must have, each with at most ``max_gpu_used_share`` of its
     memory in use (0: GPUs are not checked); ``programs``: whether roles on it run programs of the
-    policy in namespaces.
+    policy in namespaces; ``group``: name of the group for messages; ``exact_gpus``: whether this
+    process must not see more than ``gpus``.
     """
     report = Report(node_name())
     uses = [*([GPU] if gpus else []), *([PROGRAMS] if programs else [])]
-    report.problems += [str(problem) for problem in own_problems(uses) if problem.is_fatal]
-    report.meets_requirements = not report.problems
+    for problem in own_problems(uses):
+        if problem.is_fatal:
+            report.add_requirement(str(problem), not problem.is_node_fault)
     report.memory_gib = round(available_host_bytes() / 2**30, 2)
     if report.memory_gib < min_memory_gib:
         report.problems.append(
@@ -109,7 +124,12 @@ def check_node(
         )
     # The vendor's tool would hang too on a driver that does not answer.
     if gpus and report.meets_requirements:
-        _check_gpus(report, select_vendor(gpu_vendor), gpus, max_gpu_used_share)
+        vendor, setting = select_vendor(gpu_vendor), f"groups.{group}.resources.gpus_per_node"
+        mismatch = describe_gpu_mismatch(vendor, os.environ, gpus, setting, exact_gpus)
+        if mismatch:
+            report.add_requirement(mismatch, is_permanent=True)
+        else:
+            _check_gpus(report, vendor, gpus, max_gpu_used_share)
     report.problems += fabric_problems(FABRIC)
     if interface:
         try:
@@ -147,7 +167,7 @@ def _check_gpus(report: Report, vendor: GpuVendor, wanted: int, max_used_share: 
         report.problems.append(f"GPUs: {problem}, needed: {wanted} GPUs; is the driver installed?")
         return
     except NoGpuAnswer as problem:
-        report.problems.append(f"GPUs: {problem}, needed: {wanted} working GPUs")
+        report.add_requirement(f"GPUs: {problem}, needed: {wanted} working GPUs", False)
         return
     report.gpus = len(gpus)
     if len(gpus) < wanted:
@@ -220,10 +240,14 @@ class BadNodes:
     def __init__(self, run: RunDir) -> None:
         self.path = run.submit / "nodes.jsonl"
 
-    def add(self, node: str, kind: str, problems: list[str]) -> None:
-        """Record that ``node`` failed. ``kind``: `preflight` or `death`."""
+    def add(
+        self, node: str, kind: str, problems: list[str], group: str = "", permanent: bool = False
+    ) -> None:
+        """Record that ``node`` failed. ``kind``: `preflight` or `death`. ``group``: the group that
+        was to start there. ``permanent``: other nodes of its kind would fail too."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"time": time.time(), "node": node, "kind": kind, "problems": problems})
+        record = {"time": time.time(), "node": node, "kind": kind, "problems": problems}
+        line = json.dumps(record | {"group": group, "permanent": permanent})
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "ab", buffering=0) as file:
             file.write(line.encode() + b"\n")
@@ -262,6 +286,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--gpu_vendor", default="", help="empty or auto: that of the node")
     parser.add_argument("--max_gpu_used_share", type=float, default=0.1)
+    parser.add_argument("--group", default="")
+    parser.add_argument("--exact_gpus", action="store_true", help="more GPUs are a mistake too")
     parser.add_argument("--min_memory_gib", type=float, default=0.0)
     parser.add_argument("--interface", default="")
     parser.add_argument("--programs", action="store_true", help="programs will run in namespaces")
@@ -275,6 +301,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments.programs,
         arguments.gpu_vendor,
         arguments.max_gpu_used_share,
+        arguments.group,
+        arguments.exact_gpus,
     )
     print(report.line(), flush=True)
     if arguments.mpi:

@@ -78,10 +78,11 @@ class Failures:
             text = f"{text}, allowed liveness.max_restarts={limit}; the last time: {reason}"
             self.end_run(name, text, EXIT_NO_PROGRESS)
 
-    def end_run(self, name: str, reason: str, code: int) -> NoReturn:
-        """End the run with an error that names the log. Other supervisors of the run end their
-        groups too."""
-        text = f"{name}: {reason} (log: {self.run.logs(name, latest_incarnation(self.run, name))})"
+    def end_run(self, name: str, reason: str, code: int, has_log: bool = True) -> NoReturn:
+        """End the run with an error that names the log, if the group ``has_log``. Other supervisors
+        of the run end their groups too."""
+        log = self.run.logs(name, latest_incarnation(self.run, name))
+        text = f"{name}: {reason} (log: {log})" if has_log else f"{name}: {reason}"
         with contextlib.suppress(OSError):
             retry_write(
                 self.run.stop,

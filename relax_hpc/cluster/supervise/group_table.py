@@ -26,6 +26,8 @@ class GroupTable:
         submitted."""
         self.unfit: dict[str, str] = {}
         """Reason why the nodes of a group must not be used, by group."""
+        self.hopeless: set[str] = set()
+        """Those groups in `unfit` for which other nodes would not do either."""
         self.released: set[str] = set()
         """Groups that were released to other jobs, which may not have started yet."""
         self.done: set[str] = set()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from relax_hpc.base.disk_waits import describe_write_error, is_temporary
+from relax_hpc.base.errors import EXIT_CONFIG
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.disk_watch import NoDiskSpace
 from relax_hpc.cluster.supervise.failures import Failures
@@ -88,7 +89,11 @@ class GroupStarts:
 
     def refuse_start(self, name: str, reason: str) -> None:
         """Refuse to start a group on its nodes, and bring it back elsewhere. This counts as a
-        start, so that the number of repetitions is limited."""
+        start, so that the number of repetitions is limited. If other nodes would not do either, end
+        the run."""
+        if name in self.table.hopeless:
+            text = f"no node can run it: {reason}"
+            self.failures.end_run(name, text, EXIT_CONFIG, has_log=False)
         try:
             record_launch(
                 self.run,

@@ -119,7 +119,7 @@ def list_ranks_of_node(config: Config, group: str, domains: Sequence[int]) -> li
         count = -(-ranks // nodes)
         for number in range(count):
             if role not in RANKED:
-                weight = _engine_processes(config, role, ranks)
+                weight = engine_processes(config, role, ranks)
                 node_ranks.append(Rank(role, number, weight=weight))
                 continue
             # On GPUs local rank r takes GPU r. On CPUs ranks are spread evenly over the domains.
@@ -128,7 +128,7 @@ def list_ranks_of_node(config: Config, group: str, domains: Sequence[int]) -> li
     return node_ranks
 
 
-def _engine_processes(config: Config, role: str, ranks: int) -> int:
+def engine_processes(config: Config, role: str, ranks: int) -> int:
     """Number of engine processes (one for each device) of a rank of ``role``; 1 if it has none."""
     served = {"rollout": (config.rollout.replicas, config.rollout.engine.flags)}
     served["genrm"] = (config.genrm.replicas, config.genrm.flags)

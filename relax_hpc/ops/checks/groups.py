@@ -13,6 +13,7 @@ from relax_hpc.config.groups import base_name, groups_that_train, rank_count
 from relax_hpc.config.load import declare_run_fields
 from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config
+from relax_hpc.net.rendezvous.visible_gpus import find_device_mistakes
 from relax_hpc.ops.checks.machine import runs_here
 
 
@@ -209,6 +210,7 @@ def check_devices(config: Config) -> Iterator[str]:
         if runs_here(config) and not find_vendor():
             files = " or ".join(vendor.device_file for vendor in VENDORS.values())
             yield f"model.device: found cuda, but this machine has no GPU ({files}); set cpu"
+        yield from find_device_mistakes(config)
         return
     for name, group in config.groups.items():
         needs_gpu = not all(ROLES[role].on_cpus for role in group.roles)
