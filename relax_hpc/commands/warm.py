@@ -34,7 +34,9 @@ def main(config: Config) -> int:
     short = short_run(config)
     if short.layout != "local" or short.site.name:
         code = submit(short, resume=False, dry_run=False)
-        print(f"The kernels are in {folder} when this run has finished.")
+        print(
+            f"The kernels are in {folder} when this run has finished. Then remove {short.run_dir}."
+        )
         return code
     code = local.run(short, resume=False)
     if code == EXIT_DONE:
