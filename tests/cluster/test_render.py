@@ -14,10 +14,20 @@ import pytest
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.cluster.slurm.layout import components, gpu_hours
 from relax_hpc.cluster.slurm.render import render, render_group, templates
+from relax_hpc.commands import submit as submit_command
 from relax_hpc.config import load, resolve
 from relax_hpc.config.yaml_files import dump_yaml, parse_yaml
 from relax_hpc.ops.checks.settings import check
-from tests.helpers.cluster_sizes import FOUR_NODES, ROOT, SITES, SIZES, compose, gpus_of, nodes_of
+from tests.helpers.cluster_sizes import (
+    FOUR_NODES,
+    ROOT,
+    SITES,
+    SIZES,
+    compose,
+    gpus_of,
+    nodes_of,
+    sizes_of,
+)
 from tests.helpers.model_files import model_directory
 from tests.requirements import requires
 
@@ -28,7 +38,8 @@ CASES: list[tuple[Path, str, Path | None]] = []
 for size in SIZES:
     layouts = ("local",) if nodes_of(size) == 1 else ("het", "jobs")
     CASES += [(size, layout, None) for layout in layouts]
-CASES += [(ROOT / "configs/clusters/8-nodes.yaml", "het", site) for site in SITES]
+for site in SITES:
+    CASES += [(size, "het", site) for size in sizes_of(site) if nodes_of(size) == 8][:1]
 
 
 def join_scripts(text: dict[str, str]) -> str:
@@ -187,15 +198,44 @@ def test_the_kl_comment_of_a_size_is_valid(size: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
-def test_example_sites_fit_every_size_and_are_marked_untested(site: Path) -> None:
+def test_example_sites_fit_their_sizes_and_are_marked_untested(site: Path) -> None:
     text = site.read_text()
     assert "UNTESTED" in text and "placeholder" in text
-    for size in SIZES:
+    for size in sizes_of(site):
         config = compose(size, "local" if nodes_of(size) == 1 else "jobs", site)
         assert all(group.roles for group in config.groups.values()), (
             "a site must not restore a removed group"
         )
         assert render(config)
+
+
+@pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
+def test_a_dry_run_writes_the_scripts_of_every_site(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Other tests copy the code, which takes longer than the rest.
+    monkeypatch.setattr(submit_command, "take_snapshot", lambda run: run.submit.mkdir())
+    size = next(size for size in sizes_of(site) if nodes_of(size) == 4)
+    model = model_directory(tmp_path / "model", **SHAPE)
+    (model / "train.jsonl").write_text('{"id": 1, "prompt": "12", "answer": "12"}\n')
+    values = {"model.path": str(model), "data.train": str(model / "train.jsonl")}
+    values |= {"rollout.reward": "math", "run_dir": str(tmp_path / "run")}
+    config = compose(size, "jobs", site, **values)
+    assert submit_command.submit(config, resume=False, dry_run=True) == 0
+    scripts = sorted(path.stem for path in (tmp_path / "run/submit").glob("*.sbatch"))
+    assert scripts == sorted(config.groups)
+
+
+def test_a_site_file_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("site:\n  name: here\n  partitoin: gpu\n")
+    command = [sys.executable, "-m", "relax_hpc", "submit", "--config", str(FOUR_NODES)]
+    command += ["--config", str(site), "--run_dir", str(tmp_path / "run")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    lines = [line for line in result.stderr.splitlines() if "partitoin" in line]
+    assert result.returncode == 78 and len(lines) == 1, result.stderr
+    assert f"{site}:3" in lines[0] and "partition" in lines[0]
+    assert not (tmp_path / "run").exists()
 
 
 # -- options in a script ---------------------------------------------------------------------------

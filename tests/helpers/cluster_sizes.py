@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ def nodes_of(size: Path) -> int:
 def gpus_of(size: Path) -> int:
     """GPUs of a node: 8, or the number after `-of-` in the name."""
     return int(size.stem.partition("-of-")[2] or 8)
+
+
+def sizes_of(site: Path) -> list[Path]:
+    """Sizes with the nodes of a site, whose number of GPUs is in its first line."""
+    first_line = site.read_text().splitlines()[0]
+    gpus = re.search(r"nodes of (\d)", first_line)
+    assert gpus, f"{site.name}: the first line must name the GPUs of a node"
+    return [size for size in SIZES if gpus_of(size) == int(gpus[1])]
 
 
 def compose(size: Path, layout: str, site: Path | None = None, **overrides: Any) -> Config:
