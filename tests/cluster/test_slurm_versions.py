@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm import commands
-from relax_hpc.cluster.slurm.allocation import Allocation
+from relax_hpc.cluster.slurm.allocation import Allocation, GroupNodes
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
 from relax_hpc.cluster.slurm.expedited_requeue import is_enabled, with_expedited_requeue
 from relax_hpc.cluster.slurm.job_endings import is_cancelled
@@ -20,7 +21,8 @@ from relax_hpc.cluster.slurm.job_lookup import is_over, is_queued
 from relax_hpc.cluster.slurm.layout import components
 from relax_hpc.cluster.slurm.lost_jobs import _INTENDED, _LOST
 from relax_hpc.cluster.slurm.parsing import read_job
-from relax_hpc.config import Config, load
+from relax_hpc.cluster.slurm.steps import StepLauncher
+from relax_hpc.config import Config, dump, load
 from relax_hpc.ops.doctor.cluster import TRIED_VERSIONS, Cluster, check_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -247,3 +249,22 @@ def test_an_expediting_job_waits() -> None:
     """squeue 25.11 shows the state of a requeued job as EXPEDITING."""
     job = read_job([], "8|8|EXPEDITING|2|node[1-2]|0:00|10:00|None|actor-run")
     assert is_queued(job) and job.state == "PENDING"
+
+
+def test_the_output_of_rank_0_is_in_its_file(recording: Recording, tmp_path: Path) -> None:
+    """In a step of one component, %t is another number since 24.11 (`StepLauncher`)."""
+    config = three_components()
+    run = RunDir(tmp_path / "run")
+    run.create()
+    dump(config, run.config)
+    for het, pattern in ((1, "%t" if recording.version < "24.11" else "%n"), (None, "%t")):
+        nodes = {"actor": GroupNodes("8", 2, het)}
+        launcher = StepLauncher(
+            run,
+            config,
+            recording.replay("version"),
+            Allocation("7", 0, "node1", nodes),
+            lambda: None,
+        )
+        command = launcher.commands("actor", 1)["actor"].arguments
+        assert f"--output={run.logs('actor', 1)}/actor-rank-{pattern}.log" in command

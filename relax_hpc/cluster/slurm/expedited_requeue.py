@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
 from relax_hpc.cluster.slurm.layout import group_component
+from relax_hpc.cluster.slurm.parsing import parse_release
 from relax_hpc.config import Config
 
 OPTION, EXPEDITE = "requeue", "expedite"
@@ -31,7 +32,7 @@ _PARAMETER = "enable_expedited_requeue"
 def is_enabled(config: dict[str, str]) -> bool:
     """Whether a cluster with this configuration of Slurm accepts expedited requeues. An older
     slurmctld does not know the parameter and ignores it, so ``config`` alone does not decide."""
-    release = tuple(int(part) for part in config.get("SLURM_VERSION", "").split(".")[:2] if part)
+    release = parse_release(config.get("SLURM_VERSION", ""))
     return release >= SINCE and _PARAMETER in config.get("SlurmctldParameters", "").split(",")
 
 

@@ -110,6 +110,16 @@ def parse_time(text: str) -> float | None:
     return 86400.0 * int(days or 0) + 3600.0 * hours + 60.0 * minutes + seconds
 
 
+def parse_release(version: str) -> tuple[int, int]:
+    """Year and month of a version of Slurm; (0, 0) if the text is none.
+
+    >>> parse_release("24.11.5")
+    (24, 11)
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
 def read_job_id(command: list[str], answer: str) -> str:
     """The job id that `sbatch --parsable` printed."""
     # A site's submit plugin may print a banner first, and a cluster name may follow the id.

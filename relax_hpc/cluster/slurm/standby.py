@@ -94,7 +94,7 @@ class Standby:
             "--job-name=standby",
             "--open-mode=append",
             *self.limits,
-            f"--output={escape_patterns(self.run.root)}/logs/standby-%N-%t.log",
+            f"--output={escape_patterns(self.run.root)}/logs/standby-%N-%n.log",
         ]
         return self.change(own)
 

@@ -24,6 +24,7 @@ from relax_hpc.cluster.slurm.container import (
     write_container_file,
 )
 from relax_hpc.cluster.slurm.mpi import mpi_defaults, mpi_plugin, mpi_variables
+from relax_hpc.cluster.slurm.parsing import parse_release
 from relax_hpc.cluster.slurm.srun import changed_srun, placing_options
 from relax_hpc.cluster.supervise.command import Command
 from relax_hpc.cluster.supervise.group import Incarnation, Member
@@ -132,6 +133,7 @@ class StepLauncher:
         self.probe_s = min(15.0, max(2.0, config.liveness.lease_s / 2))
         """Seconds for nodes to answer, after which they count as lost."""
         self.near_s = config.slurm.signal_s + _END_OF_JOB_S
+        self._release: tuple[int, int] | None = None
 
     def commands(self, name: str, incarnation: int) -> dict[str, Command]:
         """Commands of one step for each role. Their output goes to the group's log directory."""
@@ -290,13 +292,25 @@ class StepLauncher:
         # A single rank needs no MPI, and works even if the site's MPI plugin is broken.
         srun.append(f"--mpi={mpi_plugin(config) if ranks > 1 else 'none'}")
         srun += [f"--job-name={step_name(name, role, incarnation)}", "--open-mode=append"]
-        # With %t in the name, each node writes the files of its tasks. Output that srun itself
-        # writes is lost with the node of srun.
+        # With a pattern in the name, each node writes the files of its tasks. Output that srun
+        # itself writes is lost with the node of srun.
         logs = escape_patterns(self.run.logs(name, incarnation))
-        srun.append(f"--output={logs}/{role}-rank-%t.log")
+        srun.append(f"--output={logs}/{role}-rank-{self._rank_pattern()}.log")
         write_container_file(config, self.run.root)
         srun += container_srun_options(config, self.run.root)
         return changed_srun(srun, config, name)
+
+    def _rank_pattern(self) -> str:
+        """Pattern of srun for the number of a rank in the name of a file."""
+        # In a step of one component of a heterogeneous job, %t of Slurm 24.11.5 and 25.11.7 is one
+        # less than the rank, and 4294967295 for rank 0. %n is the number of the node in the step,
+        # whose first rank it is if each node has one. A rank writes to the file of its number as
+        # soon as it runs, so that only its first lines can be in another one.
+        if self.allocation.het and self._release is None:
+            self._release = (0, 0)
+            with contextlib.suppress(SlurmError):
+                self._release = parse_release(self.slurm.version())
+        return "%n" if self._release and self._release >= (24, 11) else "%t"
 
     def _role(self, config: Config, name: str, role: str, incarnation: int) -> list[str]:
         # The role is in the arguments, because Slurm 22.05 does not tell a task its component.
