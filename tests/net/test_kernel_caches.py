@@ -166,6 +166,8 @@ def test_a_damaged_or_foreign_archive_is_ignored_and_replaced(
         unpack_once(caches)
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 1 and text in lines[0] and "is ignored" in lines[0]
+        unpack_once(caches)
+        assert not capsys.readouterr().out, "one line for all processes of a node"
         assert take_refusal(caches) == reason and take_refusal(caches) == ""
         if caches.archive.is_dir():
             caches.archive.rmdir()

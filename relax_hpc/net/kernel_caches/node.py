@@ -62,7 +62,8 @@ class KernelCaches:
 
     @property
     def marker(self) -> Path:
-        """File of this node: digest and file names of the archive that it has unpacked."""
+        """File of this node: digest and file names of the archive that it has unpacked, or the
+        archive that it ignores."""
         return self.root / f"{self._name}.json"
 
     @property
@@ -143,6 +144,11 @@ def unpack_once(caches: KernelCaches) -> None:
 
 def _unpack_archive(caches: KernelCaches) -> None:
     start = time.monotonic()
+    ignored = read_map(caches.marker).get("ignored")
+    identity = _identity(caches.archive)
+    if identity and ignored == identity:
+        # Another process of this node has read it and given the reason.
+        return
     try:
         header = merge_archive(caches)
     except FileNotFoundError:
@@ -150,13 +156,23 @@ def _unpack_archive(caches: KernelCaches) -> None:
         say(f"no {caches.archive} yet: kernels are compiled, and kept there")
         return
     except ArchiveError as error:
-        caches.marker.unlink(missing_ok=True)
         say(f"{caches.archive} is ignored: {error}; kernels are compiled again and replace it")
+        write_json(caches.marker, {"ignored": identity})
         caches.refusal.write_text(error.reason)
         return
     if header:
         size, seconds = f"{header.size_bytes / 1e6:.1f} MB", time.monotonic() - start
         say(f"{header.file_count} files ({size}) of {caches.archive} in {seconds:.1f} s")
+
+
+def _identity(path: Path) -> list[int] | None:
+    """Numbers that change when another file gets the name ``path``, or its mode changes. None: no
+    file has it."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def merge_archive(caches: KernelCaches) -> Header | None:
