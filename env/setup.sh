@@ -251,6 +251,10 @@ check_machine() {  # compares this machine with what lock $1 needs, before anyth
 
 needs_kept() { [[ ! -f $ROOT/env/requirements-$1.json ]] || cmp -s "$ROOT/env/requirements-$1.json" "$NEEDS"; }
 
+keep_facts() {  # the doctor and submit compare the nodes by these facts
+    [[ -z ${RELAX_FACTS:-} ]] || cp "$RELAX_FACTS" "$VENV/machine_facts.json"
+}
+
 toolkit() {  # prints the root of the CUDA toolkit among the wheels, where they have a compiler
     local home
     for home in "$VENV"/lib/python3.*/site-packages/nvidia/cu[0-9]*; do
@@ -320,6 +324,7 @@ main() {
     done
     parts=("$base" "${parts[@]}" package)
     if all_current "${parts[@]}" && needs_kept "$base" && toolkit_linked && [[ " ${parts[*]} " != *" dev "* || -z $(system_packages) ]]; then
+        keep_facts
         return
     fi
     current "$base" || check_machine "$base"
@@ -332,6 +337,7 @@ main() {
         if [[ $arg == package ]]; then install_package; else install_lock "$arg"; fi
     done
     needs_kept "$base" || cp "$ROOT/env/requirements-$base.json" "$NEEDS"
+    keep_facts
     link_toolkit
     [[ " ${parts[*]} " != *" dev "* ]] || install_system_packages
     say "done: $VENV"

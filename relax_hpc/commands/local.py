@@ -31,7 +31,7 @@ def run(config: Config, resume: bool) -> int:
     """Start or resume the run of ``config`` on this machine. Returns the exit code of ``relax-hpc
     run``."""
     ignore_print_errors()
-    directory, config = prepare_run_dir(config, resume)
+    directory, config = prepare_run_dir(config, resume, starts_here=True)
     if directory.finished.exists():
         print(
             f"{directory.root}: the run is finished already; to continue it, resume with more "

@@ -24,12 +24,14 @@ FIXED = ("seed", "prompts_per_step", "samples_per_prompt", "model", "data", "war
 them."""
 
 
-def prepare_run_dir(config: Config, resume: bool) -> tuple[RunDir, Config]:
+def prepare_run_dir(
+    config: Config, resume: bool, starts_here: bool = False
+) -> tuple[RunDir, Config]:
     """Create the run directory of ``config``, or prepare it for a resume. ConfigError if it does
-    not fit."""
+    not fit. ``starts_here``: whether the roles start on this machine next."""
     config = resolve(config)
     directory = RunDir(Path(config.run_dir))
-    findings = check(config)
+    findings = check(config, starts_here)
     if findings:
         raise ConfigError(findings[0])
     if config.site.kernel_cache:

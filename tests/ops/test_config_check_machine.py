@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 from relax_hpc.base.machine import own_environment
 from relax_hpc.base.machine.facts import read_facts
+from relax_hpc.base.machine.gpu_vendors import GpuMemory
+from relax_hpc.base.machine.gpu_vendors.nvidia import Nvidia
 from relax_hpc.commands.program import main
 from relax_hpc.config import load
 from relax_hpc.ops.checks import groups, machine
@@ -105,10 +108,64 @@ def test_a_run_on_this_machine_needs_the_minimum_requirements(
     for changes in ({}, {"site.python": "/usr/bin/python3"}, {"site.python": "no-python"}):
         (finding,) = check(load([QUICKSTART], over | changes))
         assert finding.startswith(line)
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     for changes in ({"layout": "het"}, {"site.name": "cluster"}):
         assert not [text for text in check(load([QUICKSTART], over | changes)) if line in text]
-    assert main(["run", "--config", str(QUICKSTART), f"--run_dir={run_dir}"]) == 78
-    assert line in capsys.readouterr().err and not run_dir.exists()
+    for option in ("--steps=1", "--site.name=cluster"):
+        # With a site too, `run` starts the roles here.
+        assert main(["run", "--config", str(QUICKSTART), f"--run_dir={run_dir}", option]) == 78
+        assert line in capsys.readouterr().err and not run_dir.exists()
+    # In a job on its node.
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    (finding,) = check(load([QUICKSTART], over | {"site.name": "cluster"}))
+    assert finding.startswith(line)
+
+
+class LoadedDriver(Nvidia):
+    """A machine with a driver, whose tool is on PATH and has half a second."""
+
+    def has_driver(self, root: Path) -> bool:
+        return True
+
+    def read_memory(self, timeout_s: float = 0.5) -> list[GpuMemory]:
+        return super().read_memory(timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("sleep 300", "nvidia-smi gave no answer within 0.5 s"),
+        ("echo 'Unable to determine'; exit 15", "nvidia-smi failed with exit code 15 (Unable to d"),
+        ("echo 0, GPU-1, 80000, 4", ""),
+    ],
+)
+def test_gpus_that_do_not_answer_end_a_run_before_it_starts(
+    script: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tool = tmp_path / "bin/nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    vendor = LoadedDriver()
+    monkeypatch.setattr(machine, "gpu_vendor", lambda _: vendor)
+    monkeypatch.setattr(groups, "find_vendor", lambda: vendor)
+    run_dir = tmp_path / "run"
+    over = {"run_dir": str(run_dir), "model.device": "cuda"}
+    findings = check(load([QUICKSTART], over))
+    assert [line for line in findings if "an answer needed by all GPUs" in line] == (
+        [findings[-1]] if reason else []
+    )
+    if reason:
+        started = time.monotonic()
+        arguments = [f"--run_dir={run_dir}", "--model.device=cuda"]
+        assert main(["run", "--config", str(QUICKSTART), *arguments]) == 78
+        assert time.monotonic() - started < 60
+        assert f"NVIDIA driver: {reason}" in capsys.readouterr().err and not run_dir.exists()
 
 
 @pytest.mark.parametrize(

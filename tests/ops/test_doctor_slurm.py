@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.machine.facts import read_facts
 from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.ops.checks import machine
 from relax_hpc.ops.doctor.doctor import diagnose
 from tests.helpers.doctor_helpers import bad, expect, fake_fixture, group, make, site  # noqa: F401
 from tests.helpers.fake_slurm import CONFIG, PARTITION, FakeSlurm
@@ -396,3 +401,80 @@ def test_checks_that_slurm_cannot_answer_are_listed(fake: FakeSlurm, tmp_path: P
     expect(findings, "warning: site.mpi.launcher: not checked: .*broken")
     expect(findings, "warning: site.account, .*: not checked: .*slurmdbd is down")
     expect(diagnose(make(tmp_path, {}), None), "warning: Slurm: not queried")
+
+
+NEEDS = {
+    "pythons": ["3.11", "3.12"],
+    "cuda": "",
+    "architectures": {"x86_64": {"glibc": "2.34", "glibc_package": "sglang 0.5.21"}},
+}
+"""Part of the needs of a lock without wheels for aarch64."""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """An environment of `env/setup.sh` whose lock has `NEEDS`, without its packages."""
+    folder = tmp_path / "environment"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/python").symlink_to("/bin/true")
+    (folder / "minimum_requirements.json").write_text(json.dumps(NEEDS))
+    return folder
+
+
+def requirement_findings(fake: FakeSlurm, tmp_path: Path, environment: Path) -> list[str]:
+    config = make(tmp_path, site(python=str(environment / "bin/python")))
+    findings = [item for item in diagnose(config, Slurm()) if " needed by " in item.text]
+    return [f"{item.severity}: {item.text}" for item in findings]
+
+
+def test_the_architecture_of_nodes_is_compared_with_the_lock(
+    fake: FakeSlurm, tmp_path: Path, environment: Path
+) -> None:
+    """Fields of `scontrol show node` as Slurm 22.05 prints them."""
+    line = "NodeName=node1 Arch={} CoresPerSocket=72 CPUAlloc=0 OS=Linux 5.14.0-427.el9"
+    for architecture, expected in (
+        ("x86_64", []),
+        (
+            "aarch64",
+            [
+                "error: CPU architecture aarch64 found, x86_64 needed by the wheels of this lock: "
+                "install on a machine with such a CPU, and run there (node node1 of partition main)"
+            ],
+        ),
+    ):
+        fake.answer("scontrol", line.format(architecture), match="show node")
+        assert requirement_findings(fake, tmp_path, environment) == expected
+
+
+def test_known_facts_of_nodes_are_compared_with_the_lock(
+    fake: FakeSlurm, tmp_path: Path, environment: Path
+) -> None:
+    """Those that `env/setup.sh` got by RELAX_FACTS."""
+    facts = environment / "machine_facts.json"
+    text = "glibc {} found, 2.34 needed by sglang 0.5.21: use site.container (env/relax_hpc.def)"
+    for version, expected in (
+        ("2.28", [f"error: {text.format('2.28')} (facts of the nodes in machine_facts.json)"]),
+        ("2.34", []),
+    ):
+        content = {"system": "Linux", "architecture": "x86_64", "libc": f"glibc {version}"}
+        facts.write_text(json.dumps(content))
+        assert requirement_findings(fake, tmp_path, environment) == expected
+    facts.write_text("{")
+    with pytest.raises(
+        ConfigError, match=r"machine_facts\.json: .* call env/setup.sh with RELAX_FA"
+    ):
+        requirement_findings(fake, tmp_path, environment)
+
+
+def test_this_host_counts_if_it_is_the_only_node(
+    fake: FakeSlurm, tmp_path: Path, environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = read_facts(with_driver=False)._replace(libc="glibc 2.28", architecture="x86_64")
+    monkeypatch.setattr(machine, "read_facts", lambda **_: old)
+    (line,) = requirement_findings(fake, tmp_path, environment)
+    assert line.startswith("warning: glibc 2.28 found") and "doctor --deep checks the nodes" in line
+    fake.set(nodes=[f"node1|main*|idle|8|64000|{socket.gethostname()}|gpu:4"])
+    (line,) = requirement_findings(fake, tmp_path, environment)
+    assert line.startswith("error: glibc 2.28 found") and line.endswith(
+        "(this host, the only node)"
+    )

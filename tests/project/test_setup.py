@@ -291,6 +291,9 @@ def test_setup_refuses_a_glibc_older_than_the_wheels_need(
     assert done.returncode == code, done.stderr
     line = f"setup: glibc {version} found, 2.34 needed by sglang 0.5.21: use site.container"
     assert (line in done.stderr) == (version == "2.28")
+    kept = checkout.root / ".venv/machine_facts.json"
+    assert kept.exists() == (code == 0), "doctor and submit compare the nodes with it"
+    kept.unlink(missing_ok=True)
     if code:
         assert "nothing was downloaded" in done.stderr and log.read_bytes() == before
 

@@ -220,6 +220,10 @@ class Slurm:
             read_node(command, line) for line in self._run(command).splitlines() if line.strip()
         ]
 
+    def describe_node(self, name: str) -> dict[str, str]:
+        """Fields of `scontrol show node`: Arch, OS, ..."""
+        return split_pairs(self._run(["scontrol", "--oneliner", "show", "node", name]))
+
     def node_states(self) -> dict[str, str]:
         """State of every node by its name."""
         return {node.name: node.state for node in self.nodes()}

@@ -200,14 +200,15 @@ def check_removed_engines(config: Config) -> Iterator[str]:
             )
 
 
-def check_devices(config: Config) -> Iterator[str]:
-    """Check that groups request GPUs if, and only if, the run uses them."""
+def check_devices(config: Config, starts_here: bool = False) -> Iterator[str]:
+    """Check that groups request GPUs if, and only if, the run uses them. ``starts_here``: see
+    `runs_here`."""
     if config.model.device != "cuda":
         yield from _check_unused_gpus(config)
         return
     if config.layout == "local":
         # With a site, layout `local` runs in a job; its node counts, not the submitting machine.
-        if runs_here(config) and not find_vendor():
+        if runs_here(config, starts_here) and not find_vendor():
             files = " or ".join(vendor.device_file for vendor in VENDORS.values())
             yield f"model.device: found cuda, but this machine has no GPU ({files}); set cpu"
         yield from find_device_mistakes(config)

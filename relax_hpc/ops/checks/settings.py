@@ -11,7 +11,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
@@ -45,9 +46,10 @@ _MIN_COLLECTIVE_S = 10.0
 pages, at least."""
 
 
-def check(config: Config) -> list[str]:
-    """Mistakes in `config`, one line each; empty without mistakes."""
-    checks = (
+def check(config: Config, starts_here: bool = False) -> list[str]:
+    """Mistakes in `config`, one line each; empty without mistakes. ``starts_here``: whether the
+    roles start on this machine next, whatever `site` says."""
+    checks: tuple[Callable[[Config], Findings], ...] = (
         _run,
         _data,
         check_environment,
@@ -62,13 +64,13 @@ def check(config: Config) -> list[str]:
         _rollout,
         check_removed_engines,
         check_sampling,
-        check_devices,
+        partial(check_devices, starts_here=starts_here),
         _queue,
         _engine,
         _rewards,
         _trackers,
         _programs,
-        check_machine,
+        partial(check_machine, starts_here=starts_here),
         _planes,
         _weights,
         _memory,

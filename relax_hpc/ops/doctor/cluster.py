@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import grp
 import os
 import re
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.machine.facts import Facts
+from relax_hpc.base.machine.requirements import find_problems
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError, SlurmNode, parse_time
 from relax_hpc.cluster.slurm.expedited_requeue import EXPEDITE, OPTION, is_enabled
 from relax_hpc.cluster.slurm.layout import Component, time_limit_s
 from relax_hpc.cluster.slurm.render import render
 from relax_hpc.config.schema import Config
+from relax_hpc.ops.checks.machine import environment_needs
 from relax_hpc.ops.doctor.accounts import check_accounts, number
 from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
 from relax_hpc.ops.doctor.memory import check_memory
@@ -58,6 +63,12 @@ class Cluster:
         """Number of machines: the nodes of a sandbox share one address."""
         return len({node.address for node in self.nodes})
 
+    def is_this_host(self) -> bool:
+        """Whether this host is the only machine of the cluster."""
+        host = socket.gethostname()
+        names = (host, host.split(".")[0], "localhost", "127.0.0.1")
+        return bool(self.nodes) and all(node.address in names for node in self.nodes)
+
 
 def query_cluster(slurm: Slurm) -> Cluster:
     """Query Slurm once for everything that several checks need."""
@@ -88,6 +99,8 @@ def check_cluster(
     if config.layout == "jobs":
         findings += _expedited_requeue(components, cluster)
     findings += _signals(config, cluster)
+    with contextlib.suppress(SlurmError):
+        findings += _architecture(config, components, cluster, slurm)
     queries: dict[str, Callable[[], Iterator[Finding]]] = {
         "site.mpi.launcher": lambda: _mpi(config, slurm),
         "site.container.runtime": lambda: _container_option(config, slurm),
@@ -100,6 +113,28 @@ def check_cluster(
     yield from dict.fromkeys(findings)
     if not any(finding.severity == "error" for finding in findings):
         yield from _run_check("sbatch --test-only", lambda: _test_only(config, slurm))
+
+
+def _architecture(
+    config: Config, components: list[Component], cluster: Cluster, slurm: Slurm
+) -> list[Finding]:
+    """Errors about partitions whose nodes have a CPU architecture that the environment does not
+    support. One usable node of each partition is compared."""
+    if config.site.container.runtime != "none":
+        return []
+    needs, findings = environment_needs(config), []
+    names = set[str]()
+    for component in components:
+        names.update(component.options.get("partition", "").split(","))
+    for name in sorted(names):
+        usable = [node for node in cluster.nodes if node.partition == name and _is_usable(node)]
+        if not usable:
+            continue
+        architecture = slurm.describe_node(usable[0].name).get("Arch", "")
+        facts = Facts(system="Linux", architecture=architecture)
+        for problem in find_problems(facts, needs):
+            findings.append(error(f"{problem} (node {usable[0].name} of partition {name})"))
+    return findings
 
 
 def _run_check(subject: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:

@@ -75,15 +75,16 @@ def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Fi
         *_area("layout", check_layout(config)),
         *_area("interpreter, MPI and container", check_programs(config)),
         *_area("modules and staging", check_staging(config)),
-        *_area("minimum requirements", check_requirements(config)),
-        *check_compilers(config),
     ]
+    cluster = query_cluster(slurm) if slurm else Cluster()
+    requirements = check_requirements(config, cluster.is_this_host())
+    findings += _area("minimum requirements", requirements)
+    findings += check_compilers(config)
     if slurm is None:
         several_hosts = False
         if config.layout != "local":
             findings.append(warning("Slurm: not queried, so the cluster was not checked"))
     else:
-        cluster = query_cluster(slurm)
         several_hosts = cluster.hosts > 1
         findings += _area("cluster", [*cluster.problems, *_cluster(config, slurm, cluster)])
     findings += _area("run directory", check_disk(config, several_hosts))

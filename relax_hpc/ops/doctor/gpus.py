@@ -13,22 +13,34 @@ from relax_hpc.base.machine.own_environment import own_problems
 from relax_hpc.cluster.slurm.program_output import run_program
 from relax_hpc.config.gpus import gpu_vendor
 from relax_hpc.config.schema import Config
-from relax_hpc.ops.checks.machine import machine_problems, runs_here
-from relax_hpc.ops.doctor.finding import Finding, ok, warning
+from relax_hpc.ops.checks.machine import FACTS_FILE, machine_problems, node_problems, runs_here
+from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
 from relax_hpc.rollout.engines.sglang.toolchain import compilers
 
 _TIMEOUT_S = 10.0
 _THIS_HOST = " (this host; doctor --deep checks the nodes)"
 
 
-def check_requirements(config: Config) -> Iterator[Finding]:
-    """Compare this host with the minimum requirements. If it runs the roles, `check_settings` has
-    the fatal ones, so that they stop `relax-hpc run` too."""
-    for problem in machine_problems(config):
-        if not runs_here(config):
-            yield warning(f"{problem}{_THIS_HOST}")
-        elif not problem.is_fatal:
-            yield warning(str(problem))
+def check_requirements(config: Config, is_node: bool = False) -> Iterator[Finding]:
+    """Compare this host, or the nodes if their facts are known, with the minimum requirements.
+    ``is_node``: whether this host is the only node of the cluster.
+
+    If this host runs the roles, `check_settings` has the fatal ones, so that they stop
+    `relax-hpc run` too.
+    """
+    if runs_here(config):
+        problems = machine_problems(config)
+        yield from (warning(str(problem)) for problem in problems if not problem.is_fatal)
+        return
+    known, scope = node_problems(config), f" (facts of the nodes in {FACTS_FILE})"
+    if known is None and is_node:
+        known, scope = machine_problems(config), " (this host, the only node)"
+    if known is None:
+        yield from (warning(f"{problem}{_THIS_HOST}") for problem in machine_problems(config))
+        return
+    for problem in known:
+        severity = error if problem.is_fatal else warning
+        yield severity(f"{problem}{scope}")
 
 
 def check_compilers(config: Config) -> Iterator[Finding]:
