@@ -7,6 +7,7 @@ server, and tests/cluster/test_supervisor.py the end of a run by the same error 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,8 +21,15 @@ from tests.requirements import requires
 
 requires("sglang", "torch")
 
+import psutil  # noqa: E402
+
 from relax_hpc.base.errors import find_start_error  # noqa: E402
-from relax_hpc.base.orphaned_memory import sweep_orphaned_memory  # noqa: E402
+from relax_hpc.base.orphaned_memory import (  # noqa: E402
+    MEMORY,
+    _used_files,
+    sweep_orphaned_memory,
+)
+from relax_hpc.base.processes import all_processes  # noqa: E402
 from relax_hpc.base.versions import Version  # noqa: E402
 from relax_hpc.rollout.engines.engine import EngineFault  # noqa: E402
 from relax_hpc.rollout.engines.sglang.engine import SglangEngine  # noqa: E402
@@ -52,9 +60,25 @@ psutil.virtual_memory = loaded
 """
 
 
-def memory_of_servers() -> set[str]:
-    """Files in /dev/shm, without the folders of runs that other tests may have."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("relax-")}
+SERVER_FILES = ("sglang_", "sgl_", "psm_", "nccl-", "sem.")
+"""Prefixes of the files that SGLang and its libraries create in /dev/shm."""
+
+
+def orphaned_files() -> set[Path]:
+    """Files of servers in /dev/shm that no process uses. Other servers may run on this machine."""
+    files = {path for path in MEMORY.iterdir() if path.name.startswith(SERVER_FILES)}
+    for process in all_processes() if files else ():
+        files -= _used_files(process.pid)
+    return files
+
+
+def files_of(process: psutil.Process) -> set[Path]:
+    """Files of servers in /dev/shm that a process and its children use."""
+    files = set[Path]()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for member in (process, *process.children(recursive=True)):
+            files |= {path for path in _used_files(member.pid) if path.parent == MEMORY}
+    return {path for path in files if path.name.startswith(SERVER_FILES)}
 
 
 @pytest.fixture
@@ -98,14 +122,14 @@ def loaded_machine(engine_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_error_of_a_start_is_quoted_and_counts_as_one_that_recurs(
     engine_folder: Path, loaded_machine: None, flags: dict[str, object], error: str
 ) -> None:
-    before = memory_of_servers()
+    before = orphaned_files()
     engine = make_engine(engine_folder, **flags)
     with pytest.raises(EngineFault, match="while starting: ") as caught:
         start(engine)
     assert error in find_start_error(caught.value)
     assert find_start_error(caught.value) in str(caught.value)
     assert not session_of(engine.server.session.leader.pid)
-    assert memory_of_servers() <= before
+    assert orphaned_files() <= before
 
 
 def test_the_default_share_of_memory_starts_beside_other_load(
@@ -116,21 +140,23 @@ def test_the_default_share_of_memory_starts_beside_other_load(
 
 
 def test_a_server_that_is_killed_while_it_starts_leaves_no_memory(engine_folder: Path) -> None:
-    before = memory_of_servers()
     engine = make_engine(engine_folder)
 
-    async def kill_once_it_has_memory() -> set[str]:
+    async def kill_once_it_has_memory() -> set[Path]:
         starting = asyncio.create_task(engine.start())
         async with asyncio.timeout(START_S):
-            while not (created := memory_of_servers() - before):
+            while not hasattr(engine.server, "session"):
                 await asyncio.sleep(0.02)
-        engine.server.session.leader.kill()
+            leader = engine.server.session.leader
+            while not (created := files_of(psutil.Process(leader.pid))):
+                await asyncio.sleep(0.02)
+        leader.kill()
         with pytest.raises(EngineFault, match="ended with code -9 while starting"):
             await starting
         return created
 
-    assert asyncio.run(kill_once_it_has_memory())
-    assert memory_of_servers() <= before
+    created = asyncio.run(kill_once_it_has_memory())
+    assert created and not [path for path in created if path.exists()]
 
 
 ROLE = """
@@ -150,17 +176,19 @@ def test_a_role_that_is_killed_while_its_server_starts_leaves_memory_to_the_next
 ) -> None:
     """The server ends with the role. The supervisor, or the next server of the node, removes its
     memory."""
-    before = memory_of_servers()
     command = [sys.executable, "-c", ROLE, str(engine_folder)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    created = set[Path]()
     with subprocess.Popen(command, env=environment) as role:
         deadline = time.monotonic() + START_S
-        while memory_of_servers() <= before:
+        while not created:
             assert time.monotonic() < deadline and role.poll() is None
+            created = files_of(psutil.Process(role.pid))
             time.sleep(0.02)
         role.kill()
     deadline = time.monotonic() + 60.0
-    while memory_of_servers() - before and time.monotonic() < deadline:
-        sweep_orphaned_memory()
-        time.sleep(0.1)
-    assert memory_of_servers() <= before
+    while orphaned_files().isdisjoint(created) and any(path.exists() for path in created):
+        assert time.monotonic() < deadline, "the server lives without its role"
+        time.sleep(0.02)
+    sweep_orphaned_memory()
+    assert not [path for path in created if path.exists()]

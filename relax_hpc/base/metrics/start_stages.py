@@ -27,7 +27,7 @@ _SORTS = (
 
 
 def sort_stage(stage: str) -> str:
-    """What a start spends the time of ``stage`` on.
+    """Kind of work on which a start spends the time of ``stage``.
 
     >>> sort_stage("SGLang is loading weights"), sort_stage("reading prompts")
     ('weights', 'other')
