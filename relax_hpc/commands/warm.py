@@ -41,7 +41,7 @@ def main(config: Config) -> int:
     code = local.run(short, resume=False)
     if code == EXIT_DONE:
         shutil.rmtree(short.run_dir)
-        print("\n".join(describe_archives(folder)))
+        print("\n".join([f"{short.run_dir} is removed", *describe_archives(folder)]))
     return code
 
 

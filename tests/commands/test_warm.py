@@ -64,5 +64,8 @@ def test_it_starts_a_short_run_as_the_run_would_start(
         ]
         assert Path(config.run_dir).exists(), "its jobs have not begun"
     else:
-        assert lines == [f"{folder}: this run compiled no kernels"]
+        assert lines == [
+            f"{config.run_dir} is removed",
+            f"{folder}: this run compiled no kernels",
+        ]
         assert not Path(config.run_dir).exists()
