@@ -46,6 +46,7 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
     ),
     "shellcheck": (lambda: shutil.which("shellcheck") is not None, "shellcheck on PATH"),
     "gcc": (lambda: shutil.which("gcc") is not None, "a C compiler: gcc on PATH"),
+    "g++": (lambda: shutil.which("g++") is not None, "a C++ compiler: g++ on PATH"),
     "ffmpeg": (lambda: shutil.which("ffmpeg") is not None, "ffmpeg on PATH"),
     "torch": (lambda: _has_module("torch"), "package torch (env/setup.sh)"),
     "megatron": (lambda: _has_module("megatron.core"), "package megatron-core (env/setup.sh)"),

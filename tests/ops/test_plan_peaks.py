@@ -305,11 +305,14 @@ def test_a_step_takes_what_was_worked_out(
             if settings.optimizer.offload
             else sum(one.nbytes for one in DeviceOffload(trainer)._copies)
         )
-    # A checkpoint is counted apart: the half of it that is on a GPU is in host memory here.
+    # A checkpoint is counted apart: the half of it that is on a GPU is in host memory here. So is an
+    # update: torch's Adam updates one parameter at a time on a CPU.
     worst = max(
-        sum(parts.values()) for moment, parts in expected.phases.items() if moment != "checkpoint"
+        sum(parts.values())
+        for moment, parts in expected.phases.items()
+        if moment not in ("checkpoint", "update")
     )
-    assert stays + worst == pytest.approx(stays + max(passes.bytes, update.bytes), rel=0.1)
+    assert stays + worst == pytest.approx(stays + passes.bytes, rel=0.1)
     if type(trainer.optimizer.chained_optimizers[0].optimizer) is not torch.optim.AdamW:
         assert sum(expected.phases["update"].values()) == pytest.approx(update.bytes, rel=0.15)
     if settings.optimizer.distributed:

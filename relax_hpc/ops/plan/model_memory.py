@@ -106,8 +106,8 @@ def working_elements(
         "full": 3 * widths.stream + widths.attention + widths.inner,
     }[recompute]
     # The feed-forward block frees its activations while gradients are computed. At most the
-    # gradients of the product and of both halves exist, and those of half of the copies.
-    inner_gradients = 3 * widths.product + widths.copies // 2
+    # gradients of the product and of both halves exist, and those of some of the copies.
+    inner_gradients = 3 * widths.product + widths.copy_gradients
     gradients = 2 * widths.stream + max(widths.attention // 2, inner_gradients)
     return recomputed + gradients
 
@@ -131,6 +131,8 @@ class _Widths(NamedTuple):
     """Elements between the two matrices of the feed-forward block."""
     copies: int
     """Elements of the copies of tokens before and after the experts."""
+    copy_gradients: int
+    """Elements of the gradients of these copies that exist at a time."""
 
 
 def _widths(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels) -> _Widths:
@@ -148,25 +150,36 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels) -> _Wid
     if parallel.context > 1:
         # Keys and values of all context ranks that this rank's two pieces of each row attend to.
         attention += (2 * parallel.context + 1) * value
-    product, copies = spec.inner // tensor, 0
+    product, copies, copy_gradients = spec.inner // tensor, 0, 0
     if spec.experts:
-        product, copies = _expert_widths(spec, parallel)
+        product, copies, copy_gradients = _expert_widths(spec, parallel)
     # Both halves of the first matrix's output and their product. Without a fused kernel, which
     # experts do not have, also the activated half and the other half before multiplication.
-    inner = (3 if kernels == "fused" and not spec.experts else 5) * product
+    kept_products = 3 if kernels == "fused" and not spec.experts else 5
+    if spec.experts and _has_all_experts(parallel):
+        kept_products += 1  # The product before its multiplication by the router's probability.
+    inner = kept_products * product
     inner += copies + ROUTER_ELEMENTS * spec.experts // tensor
-    return _Widths(stream, attention, inner, product, copies)
+    return _Widths(stream, attention, inner, product, copies, copy_gradients)
 
 
-def _expert_widths(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int]:
-    """`_Widths.product` and `copies` of a layer of experts."""
+def _has_all_experts(parallel: ParallelConfig) -> bool:
+    """Whether each rank has all experts completely."""
+    return parallel.expert == parallel.tensor == 1
+
+
+def _expert_widths(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int, int]:
+    """`_Widths.product`, `copies` and `copy_gradients` of a layer of experts."""
     product, dispatched = spec.chosen * spec.inner / parallel.tensor, spec.chosen * spec.hidden
+    if _has_all_experts(parallel):
+        # `LocalDispatcher` copies tokens only for the input of the experts.
+        return round(product), dispatched, dispatched
     if parallel.expert == 1:
-        return round(product), 2 * dispatched
+        return round(product), 2 * dispatched, dispatched
     # Each rank of the expert and tensor groups has different tokens. Sent and received tokens
     # exist at the same time, and the busiest rank receives BUSIEST times the mean.
-    copies = (1 + 2 * BUSIEST) * dispatched / parallel.tensor
-    return round(BUSIEST * product), round(copies)
+    copies = round((1 + 2 * BUSIEST) * dispatched / parallel.tensor)
+    return round(BUSIEST * product), copies, copies // 2
 
 
 def logits_bytes(

@@ -12,12 +12,17 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_default_pg_collection,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from relax_hpc.training.models.expert_dispatch import LocalDispatcher
 from relax_hpc.training.models.replay import RoutedLayer, Routes
+from relax_hpc.training.models.upload import upload
 
 
 class ExpertLayer(MoELayer):
@@ -144,7 +149,10 @@ class GroupedExperts(SequentialMLP):
         """
         tokens = permuted_local_hidden_states
         # torch's kernel takes the end of each expert's tokens as int32.
-        ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        if ends.device != tokens.device:
+            # Ranks that share experts exchange numbers of tokens through the host.
+            ends = upload(ends.numpy(), tokens.device)
         gate_up = F.grouped_mm(tokens, self._weights("linear_fc1"), offs=ends)
         gate, up = gate_up.chunk(2, -1)
         inner = (F.silu(gate) * up * permuted_probs[:, None]).to(tokens.dtype)
@@ -173,5 +181,9 @@ def put_experts(layer: Any, grouped: bool) -> None:
         # here instead of in a spec.
         def __init__(self, config: TransformerConfig) -> None:
             super().__init__(config, submodules)
+            groups = get_default_pg_collection()
+            is_local = groups.ep.size() == groups.expt_tp.size() == 1
+            if is_local and not config.moe_permute_fusion:
+                self.token_dispatcher: Any = LocalDispatcher(config, groups)
 
     layer.submodules.mlp = BoundExpertLayer
