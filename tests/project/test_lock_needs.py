@@ -3,6 +3,7 @@ index, or stored by a nightly script, for the locks."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import struct
@@ -133,6 +134,28 @@ def test_targets_are_read_from_libraries(
     assert set(read_targets(library)) == {(80, False), (90, False), (120, True)}
     library.write_bytes(b"")
     assert list(read_targets(library)) == []
+
+
+def digest(name: str) -> str:
+    """SHA-256 of a file of the folder `env`."""
+    return hashlib.sha256((ENV / name).read_bytes()).hexdigest()
+
+
+def test_the_gpu_lock_was_installed_and_imported_without_a_gpu() -> None:
+    stored = json.loads((ROOT / "tools/docs/results/gpu_lock.json").read_text())
+    assert stored["lock_sha256"] == digest("requirements-gpu.txt"), (
+        "the lock has changed: call tools/nightly/gpu_lock.sh"
+    )
+    assert stored["modules"] > 500 and stored["packages"] > 200
+    assert not stored["errors"].keys() - stored["exceptions"].keys()
+
+
+def test_the_image_was_built_in_a_debian_root() -> None:
+    stored = json.loads((ROOT / "tools/docs/results/image.json").read_text())
+    changed = "{} has changed: call tools/nightly/image.sh"
+    definition, lock = "relax_hpc.def", f"requirements-{stored['lock']}.txt"
+    assert stored["definition_sha256"] == digest(definition), changed.format(definition)
+    assert stored["lock_sha256"] == digest(lock), changed.format(lock)
 
 
 def test_newer_releases_for_a_newer_python(tools: tuple[ModuleType, ModuleType]) -> None:
