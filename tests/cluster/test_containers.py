@@ -8,16 +8,17 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.slurm import jobs
+from relax_hpc.cluster.slurm import node_check
 from relax_hpc.cluster.slurm.allocation import Allocation, GroupNodes
 from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.cluster.slurm.container import (
@@ -166,28 +167,18 @@ def test_an_image_without_python_is_not_submitted(
     assert submitted == []
 
 
-def test_nodes_without_python_in_the_image_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_without_python_in_the_image_end_the_run(tmp_path: Path) -> None:
     """No other node would help, so that the group is not tried elsewhere."""
-
-    def refuse(_launcher: StepLauncher, _names: list[str]) -> dict[str, str]:
-        raise ConfigError("site.container.python: found python3")
-
-    def end_run(name: str, reason: str, code: int) -> None:
-        ended.append((name, reason, code))
-        raise ConfigError(reason)
-
-    ended: list[tuple[str, str, int]] = []
-    monkeypatch.setattr(jobs, "check_nodes", refuse)
-    launcher = StepLauncher.__new__(StepLauncher)
-    supervisor: Any = SimpleNamespace(
-        table=SimpleNamespace(names=["hub", "actor"], detached={}, unfit={}),
-        launcher=lambda _: launcher,
-        failures=SimpleNamespace(end_run=end_run),
+    config, launcher = with_container("pyxis"), SimpleNamespace(run=RunDir(tmp_path))
+    step = subprocess.Popen(
+        ["echo", NO_PYTHON[-1]], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    head: Any = SimpleNamespace(_has_started=lambda _: False, config=load([], {"layout": "jobs"}))
-    with pytest.raises(ConfigError):
-        jobs._HeadJob.check_nodes_of_new_groups(head, supervisor)
-    assert ended == [("actor", "site.container.python: found python3", EXIT_CONFIG)]
+    check = node_check.NodeCheck("actor", config, step, time.monotonic() + 30.0, False)
+    failure = node_check._evaluate(cast(StepLauncher, launcher), check)
+    assert failure.is_hopeless and "\n" not in failure.reason
+    assert failure.reason.startswith(
+        f"site.container.python: found {IN_CONTAINER}, which the image"
+    )
 
 
 # -- podman ----------------------------------------------------------------------------------------

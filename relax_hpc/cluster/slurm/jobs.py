@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError
+from relax_hpc.base.errors import EXIT_DONE, EXIT_RETRY
 from relax_hpc.base.rundir import RunDir, write_atomic
 from relax_hpc.cluster.slurm.allocation import Allocation
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
@@ -107,10 +107,7 @@ class _HeadJob:
             assert isinstance(launcher, StepLauncher)
             # If Slurm does not answer, the groups start without a check.
             with contextlib.suppress(SlurmError):
-                try:
-                    failures = check_nodes(launcher, new)
-                except ConfigError as error:
-                    supervisor.failures.end_run(new[0], str(error), EXIT_CONFIG)
+                failures = check_nodes(launcher, new)
                 for name, failure in failures.items():
                     table.unfit[name] = failure.reason
                     if failure.is_hopeless:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relax_hpc.base.errors import ConfigError, Mistakes
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.container import (
     container_command,
@@ -78,16 +77,10 @@ def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, Check
     The check has the same conditions as the roles: their nodes, their container, their interpreter,
     and their MPI if a role has ranks. A check that could not run is a reason too. Failing nodes are
     added to the run's list of bad nodes.
-
-    ConfigError if other nodes would not help: the container has no Python.
     """
     checks = [_start(launcher, name) for name in names]
     refused = {name for name in names if _was_refused(launcher.run, name)}
-    failures, mistakes = dict[str, CheckFailure](), Mistakes()
-    for check in checks:
-        with mistakes:
-            failures[check.name] = _evaluate(launcher, check)
-    mistakes.raise_if_any()
+    failures = {check.name: _evaluate(launcher, check) for check in checks}
     all_nodes = set[str]()
     for failure in failures.values():
         all_nodes.update(failure.nodes)
@@ -96,7 +89,8 @@ def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, Check
         # One node may differ from the others of its kind. If it is the only one, the group first
         # gets other nodes.
         has_more_evidence = all_fail or len(failure.nodes) > 1 or name in refused
-        failures[name] = replace(failure, is_hopeless=bool(failure.nodes) and has_more_evidence)
+        if failure.nodes and has_more_evidence:
+            failures[name] = replace(failure, is_hopeless=True)
     return {name: failure for name, failure in failures.items() if failure.reason}
 
 
@@ -173,7 +167,7 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
 
 
 def _evaluate(launcher: StepLauncher, check: NodeCheck, may_retry: bool = True) -> CheckFailure:
-    """Why the group must not start on its nodes; an empty reason if all of them passed."""
+    """Failure of a check; its reason is empty if all nodes passed."""
     (output, late), name = _read_output(check), check.name
     all_reports, messages = read_reports(output)
     last = " ".join(messages.split())[-300:] or "no output"
@@ -183,7 +177,8 @@ def _evaluate(launcher: StepLauncher, check: NodeCheck, may_retry: bool = True) 
         return CheckFailure("")
     in_container = check.config.site.container.runtime != "none"
     if not reports and in_container and lacks_python(check.config, output):
-        raise ConfigError(no_python_text(check.config, output))
+        # All nodes start the same image.
+        return CheckFailure(no_python_text(check.config, output), is_hopeless=True)
     if not reports:
         # No node answered, so that a single node is not the cause.
         cause = _likely_cause(check.config)
