@@ -64,7 +64,7 @@ class Report:
     meets_requirements: bool = True
     """Whether it has what the environment needs; otherwise no other try can succeed on it."""
     permanent_problems: list[str] = field(default_factory=list)
-    """Those of `problems` that do not depend on the node: other nodes of its kind have them too."""
+    """Part of `problems` that does not depend on the node: other nodes of its kind have it too."""
 
     @property
     def ok(self) -> bool:
@@ -185,7 +185,7 @@ def _check_gpus(report: Report, vendor: GpuVendor, wanted: int, max_used_share: 
 
 
 def _visible_gpus(vendor: GpuVendor, gpus: list[GpuMemory]) -> list[GpuMemory]:
-    """Those of ``gpus`` that this process may use."""
+    """Part of ``gpus`` that this process may use."""
     # If Slurm does not confine devices by cgroups, the tool also shows the GPUs of other jobs.
     visible = vendor.visible_gpus(os.environ)
     if visible is None or not visible.value:

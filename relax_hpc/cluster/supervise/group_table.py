@@ -27,7 +27,7 @@ class GroupTable:
         self.unfit: dict[str, str] = {}
         """Reason why the nodes of a group must not be used, by group."""
         self.hopeless: set[str] = set()
-        """Those groups in `unfit` for which other nodes would not do either."""
+        """Groups in `unfit` for which other nodes would not do either."""
         self.released: set[str] = set()
         """Groups that were released to other jobs, which may not have started yet."""
         self.done: set[str] = set()

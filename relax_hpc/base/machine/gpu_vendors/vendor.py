@@ -1,4 +1,4 @@
-"""What the package asks of a vendor of GPUs: driver, devices, tools, variables and words.
+"""Interface of a vendor of GPUs: driver, devices, tools, variables and words.
 
 Like `machine`, this runs with any Python from 3.6 on, before anything is installed.
 """
