@@ -72,6 +72,8 @@ def _lines(config: Config, spec: ModelSpec, gpu_sets: Sequence[GpuSet]) -> Itera
     parts.append(f"long_row_attention {config.model.long_row_attention}")
     if spec.towers:
         parts.append(f"tower_attention {config.model.tower_attention}")
+    parts.append(f"warm_up {_on_or_off(config.actor.warm_up)}")
+    parts.append(f"kernel_cache {_on_or_off(bool(config.site.kernel_cache))}")
     yield ", ".join(parts)
     yield "GiB on the fullest GPU of each role, in its worst phase"
     yield basis()
@@ -104,6 +106,10 @@ def _millions(count: int) -> str:
     ('8.19 G', '596 M', '0.131 M')
     """
     return f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.3g} M"
+
+
+def _on_or_off(option: bool) -> str:
+    return "on" if option else "off"
 
 
 def _line(name: str, size: float) -> str:
@@ -141,6 +147,8 @@ def _as_json(config: Config, spec: ModelSpec, gpu_sets: Sequence[GpuSet]) -> dic
             "experts": _experts(config, spec),
             "long_row_attention": config.model.long_row_attention,
             "tower_attention": config.model.tower_attention,
+            "warm_up": config.actor.warm_up,
+            "kernel_cache": bool(config.site.kernel_cache),
         },
         "places": [
             {
