@@ -289,7 +289,10 @@ def test_the_command_prints_the_plan_and_names_roles_that_do_not_fit(
         "the suggested options must make it fit"
     )
     assert "fits" in capsys.readouterr().out
-    assert "bfloat16, fused kernels, long_row_attention packed, warm_up off, kernel_cache off\n" in output
+    assert (
+        "bfloat16, fused kernels, long_row_attention packed, warm_up off, kernel_cache off\n"
+        in output
+    )
     assert main([*line, "--json", "--site.gpu_memory_gib=400", "--actor.kernels=plain"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["model"]["kernels"], report["model"]["experts"]) == ("plain", "sequential")
