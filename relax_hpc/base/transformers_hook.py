@@ -42,11 +42,14 @@ def _declare_operators() -> None:
     if _declared or "torchvision" in sys.modules:
         return
     spec = importlib.util.find_spec("torchvision")
-    if spec is None:
+    if spec is None or not spec.origin:
         return
     import torch
 
-    if torch.cuda.is_available() or _loads(Path(spec.origin or "").with_name("_C.so")):
+    # `_C.so` until torchvision 0.28, `_C_stable.so` from 0.29 on, which ends the process if its
+    # operators are declared already.
+    libraries = Path(spec.origin).parent.glob("_C*.so")
+    if torch.cuda.is_available() or any(_loads(library) for library in libraries):
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _TORCHVISION_SCHEMAS:
