@@ -97,9 +97,10 @@ def test_ranks_of_each_size_run_on_the_socket_of_their_gpu(size: Path) -> None:
         for (role, rank), share in shares.items():
             assert len(share) >= config.groups[group].resources.cpus_per_task
             if role != "rollout":
-                assert {cpu // (4 * gpus) for cpu in share} == {rank // (gpus // 2)}, (
-                    "local rank r has GPU r"
-                )
+                sockets = {cpu // (4 * gpus) for cpu in share}
+                # An odd number of ranks does not fit on two sockets without one rank on both.
+                assert rank * 2 // gpus in sockets, "local rank r has GPU r"
+                assert len(sockets) == 1 or gpus % 2 == 1
 
 
 def test_fewer_ranks_than_gpus_use_the_first_gpus() -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from relax_hpc.commands.submit import submit
 from relax_hpc.config import Config, load
 from relax_hpc.config.load import dump
 from relax_hpc.ops.doctor import host
+from tests.guardian import session_folder
 from tests.helpers.cluster_sizes import ROOT
 from tests.helpers.containers import PYTHON, install, make_image
 from tests.helpers.doctor_helpers import fake_fixture, make, site  # noqa: F401
@@ -202,9 +204,10 @@ signal.pause()
 
 
 @pytest.fixture(scope="module")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+def podman() -> Iterator[Podman]:
+    """Podman in a folder with a short path: podman refuses one of more than 50 characters."""
     requires("podman")
-    podman = Podman(tmp_path_factory.mktemp("podman") / "podman")
+    podman = Podman(Path(tempfile.mkdtemp(dir=session_folder())) / "podman")
     yield podman
     podman.close()
 

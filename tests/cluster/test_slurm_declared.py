@@ -27,9 +27,17 @@ BIG = "Sockets=2 CoresPerSocket=32 RealMemory=1000000"
 DECLARED = (
     f"eight[1-128] {BIG} Gres=gpu:8 Features=fast",
     "four[1-32] Sockets=2 CoresPerSocket=16 RealMemory=500000 Gres=gpu:4",
+    "three[1-4] Sockets=2 CoresPerSocket=16 RealMemory=500000 Gres=gpu:3",
+    "two[1-4] Sockets=2 CoresPerSocket=16 RealMemory=500000 Gres=gpu:2",
+    "one[1-4] Sockets=2 CoresPerSocket=16 RealMemory=500000 Gres=gpu:1",
     "thin[1-4] CPUs=32 RealMemory=100000",
 )
-PARTITIONS = ("eight Nodes=eight[1-128]", "four Nodes=four[1-32]", "thin Nodes=thin[1-4]")
+PARTITIONS = (
+    "eight Nodes=eight[1-128]",
+    "four Nodes=four[1-32]",
+    *(f"{name} Nodes={name}[1-4]" for name in ("three", "two", "one", "thin")),
+)
+PARTITION_BY_GPUS = {8: "eight", 4: "four", 3: "three", 2: "two", 1: "one"}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +74,7 @@ def held(cluster: Sandbox, folder: Path, text: str) -> list[dict[str, str]]:
 
 
 def config_of(size: Path, layout: str = "het", **overrides: Any) -> Config:
-    site = {"site.partition": {8: "eight", 4: "four"}[gpus_of(size)], "site.hub_partition": "thin"}
+    site = {"site.partition": PARTITION_BY_GPUS[gpus_of(size)], "site.hub_partition": "thin"}
     fixed = {
         "name": "demo",
         "run_dir": "/scratch/demo",

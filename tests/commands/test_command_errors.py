@@ -19,8 +19,8 @@ WRONG = [
         ["runn"],
         [
             "runn: unknown command",
-            "run, sft, dpo, resume, submit, check, doctor, plan, status, report, logs, resubmit, "
-            "scale, stop, list,",
+            "run, sft, dpo, resume, submit, check, doctor, plan, warm, status, report, logs, "
+            "resubmit, scale, stop, list,",
             "did you mean run?",
         ],
     ),

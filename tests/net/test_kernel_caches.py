@@ -242,6 +242,8 @@ def test_archives_of_other_users_are_not_used(
 
 @pytest.mark.root
 def test_a_folder_and_an_archive_of_another_account(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("needs files of two users: run as root")
     caches = node_with(tmp_path / "node", tmp_path / "shared")
     write_kernel(caches.root, "triton/AB/kernel.cubin")
     keep_new_files(caches)

@@ -173,6 +173,9 @@ def test_an_engine_that_waits_for_its_devices_reports_this_phase() -> None:
     reports: list[tuple[str, bool]] = []
     rollout = Rollout.__new__(Rollout)
     rollout.phases = {}
+    stages: list[str] = []
+    spans = SimpleNamespace(enter_stage=lambda stage, lane: stages.append(stage))
+    rollout.context = SimpleNamespace(spans=spans)
 
     def submit(op: str, timeout: float | None = None, **args: object) -> Future:
         reports.append((op, False))
@@ -199,6 +202,7 @@ def test_an_engine_that_waits_for_its_devices_reports_this_phase() -> None:
         ("loading weights", False),
         ("", False),
     ]
+    assert stages == ["", "loading weights", ""], "a wait is no stage of a start"
     rollout.set_phase("engine 0", FOR_TURN)
     rollout.set_phase("engine 1", "loading weights")
     assert reports[-1] == ("loading weights", False)

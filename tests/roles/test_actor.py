@@ -374,6 +374,7 @@ class Recorded(TrainerRole):
             TrainerHooks(),
             None,
         )
+        self.settings = self.config.actor
         self.is_only_trainer = True
         self.step, self.saved = 0, []
         self.saver = SimpleNamespace(seconds=0.0, failure="")
