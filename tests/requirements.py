@@ -41,8 +41,8 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
     "slurm": (lambda: shutil.which("sinfo") is not None, "a Slurm cluster: sinfo on PATH"),
     "bubblewrap": (lambda: shutil.which("bwrap") is not None, "bubblewrap: bwrap on PATH"),
     "podman": (
-        lambda: shutil.which("podman") is not None and shutil.which("runc") is not None,
-        "podman and runc on PATH",
+        lambda: all(map(shutil.which, ("podman", "runc", "newuidmap"))),
+        "podman, runc and newuidmap on PATH",
     ),
     "shellcheck": (lambda: shutil.which("shellcheck") is not None, "shellcheck on PATH"),
     "gcc": (lambda: shutil.which("gcc") is not None, "a C compiler: gcc on PATH"),
