@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from relax_hpc.base.processes import all_processes
 from relax_hpc.base.transformers_hook import install_transformers_hook
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, EngineConfig, TinyModelConfig
-from relax_hpc.rollout.engines.engine import Draft, GenerateRequest, Generation, Sampling
+from relax_hpc.rollout.engines.engine import Draft, Engine, GenerateRequest, Generation, Sampling
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.models.tiny_tokenizer import EOS_ID
 from relax_hpc.training.weights.manifest import Chunk, Manifest, checksum
@@ -34,6 +35,18 @@ def make_model(directory: Path, seed: int) -> Path:
     scaled["model.embed_tokens.weight"][EOS_ID] = 0
     save_file(scaled, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def start_and_close(engine: Engine) -> None:
+    """Start an engine, and close it also if it does not start."""
+
+    async def run() -> None:
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
 
 
 def make_slab(model: Path, version: Version, root: Path) -> Path:

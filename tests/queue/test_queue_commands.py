@@ -101,13 +101,10 @@ def rewrite(run: RunDir, change: Callable[[list[dict[str, Any]]], list[dict[str,
     journal.close()
 
 
-def of(records: list[dict[str, Any]], op: str, **about: Any) -> dict[str, Any]:
-    """The last record of this kind."""
-    return [
-        r
-        for r in records
-        if r["op"] == op and all(r[name] == value for name, value in about.items())
-    ][-1]
+def last_record(records: list[dict[str, Any]], op: str, **fields: Any) -> dict[str, Any]:
+    """The last of ``records`` with this operation and these fields."""
+    expected = {"op": op, **fields}
+    return [record for record in records if expected.items() <= record.items()][-1]
 
 
 # -- audit -----------------------------------------------------------------------------------------
@@ -264,8 +261,8 @@ def test_a_finished_run_with_half_a_journal(run, capsys):
 
 def consumed_again(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The reference puts once more what it has put."""
-    put = of(records, "put", fields=["ref_logprobs"])
-    claim = of(records, "claim", number=put["lease"])
+    put = last_record(records, "put", fields=["ref_logprobs"])
+    claim = last_record(records, "claim", number=put["lease"])
     return [
         *records,
         claim | {"number": 99, "key": "x"},
@@ -274,21 +271,27 @@ def consumed_again(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def trained_again(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    claim = of(records, "claim", task="actor")
-    return [*records, claim | {"number": 99, "key": "x"}, of(records, "trained") | {"leases": [99]}]
+    claim = last_record(records, "claim", task="actor")
+    return [
+        *records,
+        claim | {"number": 99, "key": "x"},
+        last_record(records, "trained") | {"leases": [99]},
+    ]
 
 
 def never_consumed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The reference had no part in the last step."""
-    put = of(records, "put", fields=["ref_logprobs"])
+    put = last_record(records, "put", fields=["ref_logprobs"])
     return [
-        r for r in records if r is not put and r is not of(records, "claim", number=put["lease"])
+        r
+        for r in records
+        if r is not put and r is not last_record(records, "claim", number=put["lease"])
     ]
 
 
 def accepted_again(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As if nobody remembered the first time."""
-    put = of(records, "put", lease=0)
+    put = last_record(records, "put", lease=0)
     return [*records, put | {"key": "y", "shard": {"name": "z"}}]
 
 

@@ -33,7 +33,7 @@ from relax_hpc.rollout.engines.sglang import server as sglang_server  # noqa: E4
 from relax_hpc.rollout.engines.sglang.engine import SglangEngine, judge_arguments, server_arguments  # noqa: E402
 from relax_hpc.rollout.engines.sglang.session import ProcessSession  # noqa: E402
 from tests.base.test_last_error import CONSEQUENCE, SGLANG  # noqa: E402
-from tests.helpers.engine_helpers import make_config, request, session_of  # noqa: E402
+from tests.helpers.engine_helpers import make_config, request, session_of, start_and_close  # noqa: E402
 
 pytestmark = pytest.mark.run
 
@@ -56,16 +56,6 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_engine(place: Path, **settings: object) -> SglangEngine:
     config = make_config("sglang", **settings)
     return SglangEngine(config, 2, place / "model", Version(1, 0), place / "logs", 2)
-
-
-def start(engine: SglangEngine) -> None:
-    async def start_and_close() -> None:
-        try:
-            await engine.start()
-        finally:
-            await engine.close()
-
-    asyncio.run(start_and_close())
 
 
 def test_a_dead_server_is_told_from_a_broken_connection_and_leaves_no_children(
@@ -342,14 +332,14 @@ def test_a_busy_port_is_tried_again(place: Path) -> None:
         with pytest.raises(
             EngineFault, match=rf"rollout\.engine\.port: {port} is in use"
         ) as caught:
-            start(make_engine(place, port=port - 2))
+            start_and_close(make_engine(place, port=port - 2))
     assert find_start_error(caught.value) == ""
 
 
 def test_a_missing_model_is_named(place: Path) -> None:
     (place / "model" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"model\.path: .*model has no config\.json"):
-        start(make_engine(place))
+        start_and_close(make_engine(place))
 
 
 def test_flags_that_are_the_engines_are_refused(place: Path) -> None:
@@ -445,7 +435,7 @@ def test_ranks_of_one_server_meet_in_memory_also_where_its_flags_say_that_they_a
 def test_an_unknown_flag_is_refused_with_the_nearest(place: Path) -> None:
     """By SGLang's own list, in the server process."""
     with pytest.raises(ConfigError) as caught:
-        start(make_engine(place, flags={"max_total_token": 99}))
+        start_and_close(make_engine(place, flags={"max_total_token": 99}))
     expected = "SGLang has no such server argument; the nearest is max_total_tokens"
     assert str(caught.value) == f"rollout.engine.flags.max_total_token: {expected}"
 
@@ -456,7 +446,7 @@ def test_a_server_that_cannot_start_is_dead_and_its_log_named(
     monkeypatch.setattr(sglang_process, "_SERVER", "tests.no_such_module")
     text = r"while starting; its log ends with .*No module named .*; see .*engine-2\.log"
     with pytest.raises(EngineFault, match=f"ended with code 1 {text}") as caught:
-        start(make_engine(place))
+        start_and_close(make_engine(place))
     assert caught.value.reason == "dead" and find_start_error(caught.value) == ""
     assert "no_such_module" in (place / "logs" / "engine-2.log").read_text()
 
@@ -467,7 +457,7 @@ def test_the_last_error_of_a_server_is_quoted(place: Path, monkeypatch: pytest.M
     (place / "logs").mkdir(exist_ok=True)
     (place / "logs" / "engine-2.log").write_text(CONSEQUENCE.replace("EOFError", "OSError: old"))
     with pytest.raises(EngineFault) as caught:
-        start(make_engine(place, flags={"prints": SGLANG + CONSEQUENCE}))
+        start_and_close(make_engine(place, flags={"prints": SGLANG + CONSEQUENCE}))
     quote = find_last_error(SGLANG).text
     assert f"ended with code -9 while starting: {quote}; see " in str(caught.value)
     assert find_start_error(RelaxError("the role")) == ""
@@ -482,7 +472,7 @@ def test_an_error_that_may_pass_is_quoted_and_tried_again(
     monkeypatch.setattr(sglang_process, "_SERVER", "tests.rollout.engine_failing_server")
     log = SGLANG.replace(find_last_error(SGLANG).text, "OSError: [Errno 98] Address already in use")
     with pytest.raises(EngineFault, match="Address already in use") as caught:
-        start(make_engine(place, flags={"prints": log}))
+        start_and_close(make_engine(place, flags={"prints": log}))
     assert find_start_error(caught.value) == ""
 
 
@@ -493,12 +483,12 @@ def test_server_arguments_that_sglang_refuses_are_a_mistake_of_the_configuration
     log = SGLANG.replace("scheduler.py", "server_args.py")
     text = "rollout.engine.flags: SGLang refuses them: ValueError: Loaded"
     with pytest.raises(ConfigError, match=text):
-        start(make_engine(place, flags={"prints": log}))
+        start_and_close(make_engine(place, flags={"prints": log}))
 
 
 def test_a_server_that_never_gets_healthy_is_dead_and_gone(place: Path, faked: None) -> None:
     engine = make_engine(place, start_timeout_s=0.01)
     with pytest.raises(EngineFault, match=r"start_timeout_s = 0\.01") as caught:
-        start(engine)
+        start_and_close(engine)
     assert caught.value.reason == "dead"
     assert not session_of(engine.server.session.leader.pid)

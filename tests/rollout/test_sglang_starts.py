@@ -33,7 +33,7 @@ from relax_hpc.base.processes import all_processes  # noqa: E402
 from relax_hpc.base.versions import Version  # noqa: E402
 from relax_hpc.rollout.engines.engine import EngineFault  # noqa: E402
 from relax_hpc.rollout.engines.sglang.engine import SglangEngine  # noqa: E402
-from tests.helpers.engine_helpers import make_config, make_model, session_of  # noqa: E402
+from tests.helpers.engine_helpers import make_config, make_model, session_of, start_and_close  # noqa: E402
 
 pytestmark = [
     pytest.mark.run,
@@ -92,16 +92,6 @@ def make_engine(folder: Path, **flags: object) -> SglangEngine:
     return SglangEngine(config, 0, folder / "model", Version(1, 0), folder / "logs", 0)
 
 
-def start(engine: SglangEngine) -> None:
-    async def start_and_close() -> None:
-        try:
-            await engine.start()
-        finally:
-            await engine.close()
-
-    asyncio.run(start_and_close())
-
-
 @pytest.fixture
 def loaded_machine(engine_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the server find most of the memory taken when it has loaded its weights."""
@@ -125,7 +115,7 @@ def test_the_error_of_a_start_is_quoted_and_counts_as_one_that_recurs(
     before = orphaned_files()
     engine = make_engine(engine_folder, **flags)
     with pytest.raises(EngineFault, match="while starting: ") as caught:
-        start(engine)
+        start_and_close(engine)
     assert error in find_start_error(caught.value)
     assert find_start_error(caught.value) in str(caught.value)
     assert not session_of(engine.server.session.leader.pid)
@@ -136,7 +126,7 @@ def test_the_default_share_of_memory_starts_beside_other_load(
     engine_folder: Path, loaded_machine: None
 ) -> None:
     """A share of 0.4 fails on the same machine, see the test above."""
-    start(make_engine(engine_folder))
+    start_and_close(make_engine(engine_folder))
 
 
 def test_a_server_that_is_killed_while_it_starts_leaves_no_memory(engine_folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Expedited requeue of Slurm 25.11 (`sbatch --requeue=expedite`), for the jobs of layout `jobs`.
 
-If a node fails, slurmctld starts such a job again at once, as the first of the queue. After
-`scontrol requeue` the job is eligible at once too, and does not wait for its credentials to expire
-(120 s by default). The cluster must set SlurmctldParameters=enable_expedited_requeue.
+If a node fails, slurmctld starts such a job again immediately, as the first of the queue. After
+`scontrol requeue` the job is also eligible immediately, and does not wait for its credentials to
+expire (120 s by default). The cluster must set SlurmctldParameters=enable_expedited_requeue.
 
 slurmctld 25.11 also requeues such a job if its batch script fails, and holds it then unless an
 Epilog failed (`batch_requeue_fini` in src/slurmctld/job_mgr.c). A held job never starts, and the

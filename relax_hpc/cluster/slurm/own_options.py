@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from relax_hpc.base.errors import Mistakes
+from relax_hpc.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,26 @@ class Program:
     """Rules of options that relax_hpc writes; all others are free."""
     flags: frozenset[str]
     """Options that may stand without a value, in Slurm 22.05 to 25.11."""
+    setting: Literal["options", "srun_options"]
+    """Setting of a group that changes options. The site's have this name too, with a prefix for one
+    kind of nodes."""
 
 
-SBATCH = Program("sbatch", _SBATCH_RULES, _SBATCH_FLAGS)
-SRUN = Program("srun", _SRUN_RULES, _SRUN_FLAGS)
+SBATCH = Program("sbatch", _SBATCH_RULES, _SBATCH_FLAGS, "options")
+SRUN = Program("srun", _SRUN_RULES, _SRUN_FLAGS, "srun_options")
 _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
+
+
+def changes_by_setting(program: Program, config: Config) -> dict[str, dict[str, str | None]]:
+    """Changes of the options of ``program``, by the setting that has them."""
+    changes = dict[str, dict[str, str | None]]()
+    for prefix in ("", "cpu_", "gpu_"):
+        name = f"{prefix}{program.setting}"
+        changes[f"site.{name}"] = getattr(config.site, name)
+    for group, settings in config.groups.items():
+        key = f"groups.{group}.resources.{program.setting}"
+        changes[key] = getattr(settings.resources, program.setting)
+    return changes
 
 
 def check_changes(

@@ -18,7 +18,7 @@ from relax_hpc.cluster.slurm.container import check_container
 from relax_hpc.cluster.slurm.expedited_requeue import EXPEDITE
 from relax_hpc.cluster.slurm.het_options import neutral_options
 from relax_hpc.cluster.slurm.layout import Component, components, group_component, job_name
-from relax_hpc.cluster.slurm.own_options import SBATCH, check_changes
+from relax_hpc.cluster.slurm.own_options import SBATCH, changes_by_setting, check_changes
 from relax_hpc.cluster.slurm.srun import check_srun_options
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.process import END_SIGNAL
@@ -105,15 +105,8 @@ def render_environment(config: Config) -> str:
 
 def check_sbatch_options(config: Config) -> None:
     """ConfigError for changes of sbatch options that are not allowed, with all mistakes."""
-    settings = {
-        "site.options": config.site.options,
-        "site.cpu_options": config.site.cpu_options,
-        "site.gpu_options": config.site.gpu_options,
-    }
-    for name, group in config.groups.items():
-        settings[f"groups.{name}.resources.options"] = group.resources.options
     mistakes = Mistakes()
-    for key, changes in settings.items():
+    for key, changes in changes_by_setting(SBATCH, config).items():
         check_changes(SBATCH, key, changes, mistakes)
         if config.layout == "het" and changes.get("requeue") is not None:
             mistakes.add(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from relax_hpc.base.errors import Mistakes
-from relax_hpc.cluster.slurm.own_options import SRUN, check_changes
+from relax_hpc.cluster.slurm.own_options import SRUN, changes_by_setting, check_changes
 from relax_hpc.config.groups import group_settings
 from relax_hpc.config.schema import Config
 
@@ -17,15 +17,8 @@ _PLUGIN = re.compile(r"[a-z][a-z0-9_]*")
 
 def check_srun_options(config: Config) -> None:
     """ConfigError for changes of srun options that are not allowed, with all mistakes."""
-    settings = {
-        "site.srun_options": config.site.srun_options,
-        "site.cpu_srun_options": config.site.cpu_srun_options,
-        "site.gpu_srun_options": config.site.gpu_srun_options,
-    }
-    for name, group in config.groups.items():
-        settings[f"groups.{name}.resources.srun_options"] = group.resources.srun_options
     mistakes = Mistakes()
-    for key, changes in settings.items():
+    for key, changes in changes_by_setting(SRUN, config).items():
         check_changes(SRUN, key, changes, mistakes)
     launcher = config.site.mpi.launcher
     if not _PLUGIN.fullmatch(launcher):

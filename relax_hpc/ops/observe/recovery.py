@@ -1,4 +1,4 @@
-"""Time from the end of a group to the next trained step, split by what it was spent on."""
+"""Time from the end of a group to the next trained step, split by cause."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARTS = {
 }
 """Parts of a recovery, in their order in time."""
 _PRIORITY = (DETECTION, COMPILATION, WEIGHTS, IMPORTS, PROCESS, OTHER, WAITS)
-"""If several processes start at once, a second belongs to the first of these parts."""
+"""If several processes start at the same time, a second belongs to the first of these parts."""
 _WEIGHT_SPANS = ("weights", "engine_update")
 
 
