@@ -20,7 +20,7 @@ export PATH="$VENV/bin:$PATH"
 # files, which takes 4 CPU seconds, unless an earlier session could keep them.
 unset PYTHONDONTWRITEBYTECODE
 python -m compileall -q relax_hpc examples tests || true
-INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib,pyarrow,math_verify,triton,gymnasium,datasets,qwen_vl_utils
+INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib,pyarrow,pexpect,math_verify,triton,gymnasium,datasets,qwen_vl_utils
 # The Slurm that setup.sh installs on a Debian machine.
 if dpkg-query -W -f='${Version}' slurm-wlm munge >/dev/null 2>&1 && command -v sinfo >/dev/null; then
     INSTALLED+=,slurm

@@ -53,6 +53,7 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
     "triton": (lambda: _has_module("triton"), "package triton (env/setup.sh)"),
     "transformers": (lambda: _has_module("transformers"), "package transformers (env/setup.sh)"),
     "h5py": (lambda: _has_module("h5py"), "package h5py (env/setup.sh)"),
+    "pexpect": (lambda: _has_module("pexpect"), "package pexpect (env/setup.sh)"),
     "pyarrow": (lambda: _has_module("pyarrow"), "package pyarrow (env/setup.sh)"),
     "nixl": (
         lambda: any(map(_has_module, ("nixl_cu12", "nixl_cu13", "nixl"))),

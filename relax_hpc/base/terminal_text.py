@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,8 @@ _PLAIN = {"\n", "\t", "\u200c", "\u200d"}
 """Control and format characters that stay. The last two join letters in some scripts."""
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 _TAB = " " * 4
+_WITHOUT_COLOURS = ("dumb", "unknown", "vt52", "vt100", "vt102", "vt220")
+"""Beginnings of the names of terminals that show colours as text or not at all."""
 
 
 def escape_controls(text: str) -> str:
@@ -99,6 +102,14 @@ def _harmless_character(character: str) -> str:
     return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
+def has_colours(stream: TextIO) -> bool:
+    """Whether ``stream`` is a terminal with colours, and the user wants them
+    (https://no-color.org)."""
+    if os.environ.get("NO_COLOR") or not stream.isatty():
+        return False
+    return not os.environ.get("TERM", "").startswith(_WITHOUT_COLOURS)
+
+
 def wrap_text(text: str, width: int) -> Iterator[str]:
     """Lines of at most ``width`` columns, broken after blanks where possible. East Asian characters
     take two columns.
@@ -113,19 +124,28 @@ def wrap_text(text: str, width: int) -> Iterator[str]:
 def _pieces(line: str, width: int) -> Iterator[str]:
     start, used, blank = 0, 0, 0
     for index, character in enumerate(line):
-        columns = _columns(character)
+        columns = _character_columns(character)
         if used + columns > width:
             end = blank if blank > start else index
             yield line[start:end]
             start = end
-            used = sum(map(_columns, line[start:index]))
+            used = columns_of(line[start:index])
         used += columns
         if character == " ":
             blank = index + 1
     yield line[start:]
 
 
-def _columns(character: str) -> int:
+def columns_of(text: str) -> int:
+    """Columns that a line of text takes on a terminal.
+
+    >>> columns_of("run 7"), columns_of("训练 7")
+    (5, 6)
+    """
+    return len(text) if text.isascii() else sum(map(_character_columns, text))
+
+
+def _character_columns(character: str) -> int:
     if unicodedata.combining(character) or character in _PLAIN:
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -29,6 +29,7 @@ from relax_hpc.base.path_errors import exit_code_of, explain_path_error
 from relax_hpc.base.plugins import refuse_imports
 from relax_hpc.base.terminal_text import harmless_output
 from relax_hpc.commands.command import Command, CommandGroup, complain
+from relax_hpc.commands.completion import bash_script, check_shell, completion_arguments
 from relax_hpc.commands.config_commands import CONFIG_COMMANDS, findings_of
 from relax_hpc.commands.convert import CONVERT
 from relax_hpc.commands.queue import QUEUE
@@ -278,6 +279,13 @@ def _plot(arguments: dict[str, Any]) -> int:
     )
 
 
+def _print_completion(arguments: dict[str, Any]) -> int:
+    check_shell(arguments["shell"])
+    parsers = {name: parser_of(name) for name in commands()}
+    print(bash_script(COMMANDS, commands(), parsers), end="")
+    return EXIT_DONE
+
+
 COMMANDS: dict[str, Command | CommandGroup] = {
     **CONFIG_COMMANDS,
     **RUN_COMMANDS,
@@ -293,4 +301,12 @@ COMMANDS: dict[str, Command | CommandGroup] = {
     "samples": SAMPLES,
     "queue": QUEUE,
     "convert": CONVERT,
+    "completion": Command(
+        "Print a script by which a shell completes commands, options and values.",
+        "bash",
+        completion_arguments,
+        _print_completion,
+        only_reads=True,
+        for_others=True,
+    ),
 }

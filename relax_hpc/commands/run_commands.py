@@ -28,9 +28,11 @@ def _status_arguments(parser: ArgumentParser) -> None:
 
 
 def _status(arguments: dict[str, Any]) -> int:
-    from relax_hpc.ops.observe import status_view
+    from relax_hpc.ops.observe import status_screen
 
-    return status_view.main(arguments["run"], arguments.get("json", False), arguments.get("watch"))
+    return status_screen.main(
+        arguments["run"], arguments.get("json", False), arguments.get("watch")
+    )
 
 
 def _report_arguments(parser: ArgumentParser) -> None:

@@ -158,7 +158,7 @@ def test_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in (
         "base.metrics.plot",
-        "ops.observe.status_view",
+        "ops.observe.status_screen",
         "ops.observe.listing",
         "commands.stop",
         "commands.scale",
@@ -279,7 +279,7 @@ def test_exit_codes(
     def fail(*_: Any) -> int:
         raise error
 
-    replace_module(monkeypatch, "relax_hpc.ops.observe.status_view", main=fail)
+    replace_module(monkeypatch, "relax_hpc.ops.observe.status_screen", main=fail)
     assert main(["status", "a"]) == code
     assert capsys.readouterr().err in ("relax-hpc: error: in circles\n", "")
 

@@ -20,12 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.base.rundir import RunDir, write_json
+from relax_hpc.base.terminal_text import columns_of
 from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.commands.program import main
 from relax_hpc.ops.observe.report_view import lines as report_lines
 from relax_hpc.ops.observe.status import status
-from relax_hpc.ops.observe.status_view import lines, screen_lines
+from relax_hpc.ops.observe.status_screen import fit, screen_lines
+from relax_hpc.ops.observe.status_view import lines, time_of_day
 from tests.helpers.command_helpers import begin, make_run
 from tests.helpers.fake_slurm import FakeSlurm
 
@@ -57,6 +59,7 @@ def full_status(**fields: Any) -> dict[str, Any]:
     return {
         "run_dir": "/lustre/project/p12345/users/somebody/experiments/grpo-qwen3-8b-second-try",
         "state": "running",
+        "time": 1_800_000_000.0,
         "finished": False,
         "hub": True,
         "squeue": True,
@@ -93,7 +96,7 @@ def full_status(**fields: Any) -> dict[str, Any]:
 
 def assert_is_readable(frame: list[str], width: int, height: int) -> None:
     """The frame fits, and what people watch stands in its first lines."""
-    assert len(frame) <= height and max(map(len, frame)) <= width, frame
+    assert len(frame) <= height and max(map(columns_of, frame)) <= width, frame
     top = "\n".join(frame[:5])
     for text in (
         "running",
@@ -120,6 +123,64 @@ def test_a_status_fits_every_terminal(width: int, height: int, count: int) -> No
     groups = {f"rollout-{number}": group() for number in range(count)}
     frame = screen_lines(full_status(groups={"hub": group(), **groups}), width, height)
     assert_is_readable(frame, width, height)
+
+
+@given(
+    width=st.integers(24, 250),
+    height=st.integers(8, 80),
+    scores=st.integers(0, 30),
+    wide=st.booleans(),
+)
+def test_what_people_watch_is_on_every_screen(
+    width: int, height: int, scores: int, wide: bool
+) -> None:
+    letters = "训练" if wide else "ab"
+    held_out = {"step": 50, "scores": {f"test/{letters}{n}": 0.25 for n in range(scores)}}
+    names = [f"rollout-{letters * 20}-{number}" for number in range(12)]
+    run_status = full_status(
+        run_dir=f"/home/{letters * 60}",
+        held_out=held_out if scores else None,
+        groups={name: group() for name in names},
+        waits=[
+            {"group": name, "why": f"{letters * 30} is queued", "since_s": 5.0, "spent": 1.0}
+            | {"unit": "GPU", "left_s": 100.0}
+            for name in names
+        ],
+    )
+    frame = screen_lines(run_status, width, height)
+    assert len(frame) <= height and max(map(columns_of, frame)) <= width
+    text = "\n".join(frame)
+    for part in ("running", "step 88/1000", "eta 1h06m", "end ", "reward 0.500", "held-out: "):
+        assert part in text, text
+    assert f"test/{letters}0" in text or not scores
+
+
+def test_scores_that_do_not_fit_are_counted() -> None:
+    scores = {f"set-{number}/accuracy": 0.25 for number in range(9)}
+    frame = screen_lines(full_status(held_out={"step": 5, "scores": scores}), 79, 23)
+    [first] = [number for number, line in enumerate(frame) if line.startswith("held-out: ")]
+    shown = sum(line.count("accuracy") for line in frame)
+    assert frame[first + 1].endswith(f"  +{9 - shown + 1}") and shown == 6
+
+
+@pytest.mark.parametrize(
+    ("end_s", "expected"), [(3600.0, r"\d\d:\d\d"), (86400.0, r"\w+ \d\d:\d\d")]
+)
+def test_an_end_on_another_day_has_the_day(end_s: float, expected: str) -> None:
+    noon = time.mktime((2026, 3, 2, 12, 0, 0, 0, 0, -1))
+    assert re.fullmatch(expected, time_of_day(noon + end_s, noon))
+    assert time_of_day(noon + 30 * 86400.0, noon).startswith("01 Apr")
+
+
+def test_colours_change_no_text() -> None:
+    groups = {"hub": group(), "rollout": group("dead", reason="no sign for 90 s"), "a b": group()}
+    screen = fit(full_status(groups=groups), 79, 23)
+    painted = list(screen.painted("running"))
+    assert [re.sub("\x1b\\[[0-9;]*m", "", line) for line in painted] == screen.lines()
+    assert painted[0].startswith("\x1b[1;32m")
+    assert sum("\x1b[31mdead\x1b[0m" in line for line in painted) == 1
+    assert sum("\x1b[32mrunning\x1b[0m" in line for line in painted) >= 1
+    assert any(line.startswith("\x1b[33mfirst failure") for line in painted)
 
 
 def test_groups_that_do_not_run_come_first_where_not_all_fit() -> None:
@@ -224,9 +285,23 @@ class PseudoTerminal:
             return
 
 
+@pytest.mark.parametrize(
+    ("variables", "has_colours"),
+    [
+        ({"TERM": "xterm-256color", "NO_COLOR": ""}, True),
+        ({"TERM": "xterm-256color", "NO_COLOR": "1"}, False),
+        ({"TERM": "vt100", "NO_COLOR": ""}, False),
+        ({"TERM": "dumb", "NO_COLOR": ""}, False),
+    ],
+)
 def test_watching_fits_the_terminal_and_follows_its_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    has_colours: bool,
 ) -> None:
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
     run = make_run(tmp_path / ("a-long-name-of-a-run-" * 4), "local")
     for name in ("hub", "rollout", "actor", "actor_fwd"):
         begin(run, name)
@@ -248,7 +323,11 @@ def test_watching_fits_the_terminal_and_follows_its_size(
 
     monkeypatch.setattr(time, "sleep", sleep)
     assert main(["status", str(run.root), "--watch", "2"]) == 0
-    small, large, last = terminal.close()
+    painted = terminal.close()
+    assert any("\x1b[" in line for line in painted[0]) == has_colours
+    small, large, last = [
+        [re.sub("\x1b\\[[0-9;]*m", "", line) for line in frame] for frame in painted
+    ]
     for frame, width, height in ((small, 80, 24), (large, 200, 50)):
         assert len(frame) < height and max(map(len, frame)) < width, frame
         text = "\n".join(frame[:5])

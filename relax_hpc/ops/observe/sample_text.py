@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-from relax_hpc.base.terminal_text import escape_controls, escape_line, unfiltered, wrap_text
+from relax_hpc.base.terminal_text import (
+    escape_controls,
+    escape_line,
+    has_colours,
+    unfiltered,
+    wrap_text,
+)
 from relax_hpc.rollout.sample_log import Sample
 
 _LABEL_WIDTH, _MIN_WIDTH = 9, 20
@@ -23,7 +28,7 @@ def print_samples(samples: Iterable[Sample]) -> None:
     On a terminal lines fit its width, and have colours unless NO_COLOR is set.
     """
     is_terminal = sys.stdout.isatty()
-    paint = _painted if is_terminal and not os.environ.get("NO_COLOR") else _plain
+    paint = _painted if has_colours(sys.stdout) else _plain
     width = sys.maxsize
     if is_terminal:
         width = max(_MIN_WIDTH, shutil.get_terminal_size().columns - _LABEL_WIDTH - 1)

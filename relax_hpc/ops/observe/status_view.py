@@ -1,32 +1,20 @@
-"""`relax-hpc status`: print the status of a run as text or as JSON, once or repeatedly."""
+"""The status of a run as text. `status_screen` fits it to a terminal."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from textwrap import wrap
+from datetime import datetime
 from typing import Any
 
 from relax_hpc.base.disk_waits import describe_wait
-from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.rundir import RunDir
-from relax_hpc.base.terminal_text import escape_line, log_entry, unfiltered
-from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.base.terminal_text import escape_line, log_entry
 from relax_hpc.cluster.supervise.unsaved_work import describe_unsaved_work
-from relax_hpc.ops.observe.run_state import FINAL_STATES
-from relax_hpc.ops.observe.status import SLURM_S, status
 from relax_hpc.ops.observe.status_groups import ALIVE
-from relax_hpc.ops.observe.text_table import Column, aligned, fitted, shorten_line
+from relax_hpc.ops.observe.text_table import Column, aligned
 
-MIN_WATCH_S = 2.0
 _MIN_SHARE = 0.01
-_CLEAR = "\x1b[H\x1b[J"
-_COLUMNS = (
-    Column("GROUP"),
+COLUMNS = (
+    Column("GROUP", max_chars=24),
     Column("STATE", max_chars=20),
     Column("INCARNATION", keep=4, is_number=True),
     Column("JOB", keep=6),
@@ -38,107 +26,60 @@ _COLUMNS = (
     Column("GAP", keep=1, is_number=True),
     Column("WORK", keep=8, max_chars=16),
 )
+_DAYS_OF_WEEK = 7
 _MAX_FAILURES = 5
 """First failures in the text; --json has all of them."""
-_MAX_STATE_LINES = 3
-
-
-def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
-    """Print the status, with ``watch_s`` repeatedly until the run ends.
-
-    Returns `run_state.exit_code`.
-    """
-    if watch_s is not None and watch_s < MIN_WATCH_S:
-        raise ConfigError(
-            f"--watch: found {watch_s:g}, allowed: at least {MIN_WATCH_S:g} s (slurmctld serves "
-            "all users)"
-        )
-    run, slurm = RunDir(Path(root)), Slurm(timeout_s=SLURM_S, tries=1)
-    clears = watch_s is not None and sys.stdout.isatty()
-    while True:
-        run_status = status(run, slurm=slurm)
-        is_over = run_status["state"] in FINAL_STATES
-        if as_json:
-            text = json.dumps(run_status)
-        elif clears:
-            unfiltered(sys.stdout).write(_CLEAR)
-            text = "\n".join(_for_screen(run_status, is_over))
-        else:
-            text = "\n".join(lines(run_status)) + ("\n" if watch_s else "")
-        print(text, flush=True)
-        if watch_s is None or is_over:
-            return run_status["exit_code"]
-        time.sleep(watch_s)
 
 
 def lines(run_status: dict[str, Any]) -> Iterator[str]:
     """A status as text: state and results, then the groups, then details."""
-    yield log_entry(f"{run_status['run_dir']}: {run_status['state']}{_describe_stop(run_status)}")
-    yield from map(escape_line, _results(run_status))
-    yield from aligned(_COLUMNS, _group_rows(run_status))
-    yield from map(log_entry, _details(run_status))
+    yield log_entry(f"{run_status['run_dir']}: {run_status['state']}{describe_stop(run_status)}")
+    yield "  ".join(progress(run_status))
+    scores = held_out_scores(run_status)
+    if scores:
+        yield escape_line(f"held-out: {'  '.join(scores)}")
+    yield from map(escape_line, results(run_status))
+    yield from aligned(COLUMNS, group_rows(run_status))
+    yield from map(log_entry, details(run_status))
 
 
-def screen_lines(run_status: dict[str, Any], width: int, height: int | None) -> list[str]:
-    """The status in ``width`` columns and ``height`` lines.
-
-    If it is too long, details are dropped first, then running groups. ``height`` None: no limit.
-    """
-    results = [shorten_line(escape_line(line), width) for line in _results(run_status)]
-    top = [*_state_lines(run_status, width), *results]
-    table = fitted(_COLUMNS, _group_rows(run_status), width)
-    details = list[str]()
-    for line in _details(run_status):
-        details += wrap(line, width, subsequent_indent="  ")
-    if height is None:
-        return [*top, *table, *details]
-    table = _fit_height(table, height - len(top))
-    return [*top, *table, *details][:height]
-
-
-def _for_screen(run_status: dict[str, Any], is_over: bool) -> list[str]:
-    size = shutil.get_terminal_size()
-    # A terminal adds an empty line after a line of its full width, and the cursor needs a line.
-    # The last status of a run stays on the screen, so it is printed completely.
-    return screen_lines(run_status, size.columns - 1, None if is_over else size.lines - 1)
+def progress(run_status: dict[str, Any]) -> list[str]:
+    """Step, time to the end, reward, speed, and the date of the estimated end."""
+    eta_s = run_status["eta_s"] if run_status["state"] == "running" else None
+    parts = [
+        f"step {run_status['trained_steps']}/{run_status['steps']}",
+        f"eta {duration(eta_s)}",
+    ]
+    if run_status["reward"] is not None:
+        parts.append(f"reward {run_status['reward']:.3f}")
+    if run_status["tokens_per_s"]:
+        parts.append(f"{run_status['tokens_per_s']:.0f} tok/s")
+    if eta_s is not None:
+        parts.append(f"end {time_of_day(run_status['time'] + eta_s, run_status['time'])}")
+    return parts
 
 
-def _state_lines(run_status: dict[str, Any], width: int) -> list[str]:
-    """Folder and state of the run. A long path is cut at its start, a long reason at its end."""
-    root = run_status["run_dir"]
-    state = " ".join(f"{run_status['state']}{_describe_stop(run_status)}".split())
-    root_width = max(width // 3, width - len(state) - 2)
-    if len(root) > root_width:
-        root = f"..{root[2 - root_width :]}"
-    wrapped = wrap(f"{root}: {state}", width, subsequent_indent="  ", break_on_hyphens=False)
-    if len(wrapped) > _MAX_STATE_LINES:
-        wrapped = wrapped[:_MAX_STATE_LINES]
-        wrapped[-1] = shorten_line(f"{wrapped[-1]} ....", width)
-    return wrapped
+def time_of_day(when: float, now: float) -> str:
+    """Local time of ``when``, with the weekday or the date if it is another day than ``now``."""
+    end, present = datetime.fromtimestamp(when), datetime.fromtimestamp(now)
+    days = (end.date() - present.date()).days
+    if not days:
+        return f"{end:%H:%M}"
+    return f"{end:%a %H:%M}" if 0 < days < _DAYS_OF_WEEK else f"{end:%d %b %H:%M}"
 
 
-def _fit_height(table: list[str], height: int) -> list[str]:
-    """The first lines of a table; the last line has the number of groups that do not fit."""
-    if len(table) <= height:
-        return table
-    if height <= 0:
-        return []
-    shown = table[: height - 1]
-    # The first line of the table has the titles.
-    hidden = len(table) - max(1, len(shown))
-    return [*shown, f"{hidden} more groups"]
-
-
-def _results(run_status: dict[str, Any]) -> Iterator[str]:
-    """Progress, reward and checkpoint of a run, and problems that delay it."""
-    rate = f"  {run_status['tokens_per_s']:.0f} tok/s" if run_status["tokens_per_s"] else ""
-    reward = f"  reward {run_status['reward']:.3f}" if run_status["reward"] is not None else ""
-    step = f"step {run_status['trained_steps']}/{run_status['steps']}"
-    yield f"{step}  eta {duration(_eta(run_status))}{reward}{rate}"
+def held_out_scores(run_status: dict[str, Any]) -> list[str]:
+    """Scores of the newest evaluation, and the step of its weights; empty without an
+    evaluation."""
     held_out = run_status.get("held_out")
-    if held_out:
-        scores = "  ".join(f"{name} {value:.3f}" for name, value in held_out["scores"].items())
-        yield f"held-out: {scores}  (weights of step {held_out['step']})"
+    if not held_out:
+        return []
+    scores = [f"{name} {value:.3f}" for name, value in held_out["scores"].items()]
+    return [*scores, f"(weights of step {held_out['step']})"]
+
+
+def results(run_status: dict[str, Any]) -> Iterator[str]:
+    """Checkpoint of a run, and problems that delay it."""
     saved = run_status["checkpoint"]
     if saved:
         yield f"checkpoint: step {saved['step']}, {duration(saved['age_s'])} ago"
@@ -159,7 +100,7 @@ def _results(run_status: dict[str, Any]) -> Iterator[str]:
         yield _wait_line(wait)
 
 
-def _details(run_status: dict[str, Any]) -> Iterator[str]:
+def details(run_status: dict[str, Any]) -> Iterator[str]:
     """Counts and shares: failures, the queue, weights, time."""
     for failure in run_status.get("failures", ())[:_MAX_FAILURES]:
         yield f"first failure: {failure['headline']}"
@@ -184,7 +125,7 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
-def _group_rows(run_status: dict[str, Any]) -> list[list[str]]:
+def group_rows(run_status: dict[str, Any]) -> list[list[str]]:
     """Cells of each group; groups with a problem come first."""
     groups = run_status["groups"].items()
     ordered = sorted(groups, key=lambda item: item[1]["state"] in ("running", "done"))
@@ -207,7 +148,7 @@ def duration(seconds: float | None) -> str:
     return f"{m}m{s:02d}s" if minutes else f"{s}s"
 
 
-def _describe_stop(run_status: dict[str, Any]) -> str:
+def describe_stop(run_status: dict[str, Any]) -> str:
     """Exit code and reason of a stop, or the components that do not answer."""
     stop = run_status["stop"]
     if stop:
@@ -225,10 +166,6 @@ def _describe_stop(run_status: dict[str, Any]) -> str:
 
 def _on_slurm(run_status: dict[str, Any]) -> bool:
     return any(group["job"] for group in run_status["groups"].values())
-
-
-def _eta(run_status: dict[str, Any]) -> float | None:
-    return run_status["eta_s"] if run_status["state"] == "running" else None
 
 
 def _queue(run_status: dict[str, Any]) -> Iterator[str]:

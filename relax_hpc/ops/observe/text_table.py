@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relax_hpc.base.terminal_text import escape_line
+from relax_hpc.base.terminal_text import columns_of, escape_line
 
 _ALWAYS = 9
 """Value of `keep` for columns that are never dropped."""
@@ -43,7 +43,7 @@ def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: str =
 
 
 def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The table in ``width`` characters.
+    """The table in ``width`` columns of a terminal.
 
     Empty columns are dropped, then those with the lowest `keep`. Then long cells and long lines are
     shortened.
@@ -70,19 +70,24 @@ def _escape_cells(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 def _shorten_cells(columns: Sequence[Column], row: Sequence[str]) -> list[str]:
     """``row`` with shortened cells; the last cell is shortened with its line."""
     cells = [
-        shorten_line(cell, column.max_chars or len(cell))
+        shorten_line(cell, column.max_chars or columns_of(cell))
         for column, cell in zip(columns[:-1], row[:-1], strict=True)
     ]
     return [*cells, row[-1]]
 
 
 def shorten_line(line: str, width: int) -> str:
-    """``line`` in at most ``width`` characters.
+    """``line`` in at most ``width`` columns of a terminal.
 
     >>> shorten_line("rollout: running", 10)
     'rollout:..'
     """
-    return line if len(line) <= width else line[: max(0, width - len(_ELLIPSIS))] + _ELLIPSIS
+    if columns_of(line) <= width:
+        return line
+    end = len(line)
+    while end and columns_of(line[:end]) > width - len(_ELLIPSIS):
+        end -= 1
+    return line[:end] + _ELLIPSIS
 
 
 def _is_needed(column: Column, number: int, rows: Sequence[Sequence[str]]) -> bool:
@@ -92,7 +97,7 @@ def _is_needed(column: Column, number: int, rows: Sequence[Sequence[str]]) -> bo
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
     cells = zip(*rows, strict=True) if rows else [()] * len(columns)
     return [
-        max([len(column.title), *map(len, column_cells)])
+        max([len(column.title), *map(columns_of, column_cells)])
         for column, column_cells in zip(columns, cells, strict=True)
     ]
 
@@ -108,7 +113,8 @@ def _needed_width(
 
 def _cells(columns: Sequence[Column], widths: Sequence[int], cells: Sequence[str]) -> list[str]:
     """``cells`` of a line, padded to the widths of their columns."""
-    return [
-        cell.rjust(width) if column.is_number else cell.ljust(width)
-        for column, width, cell in zip(columns, widths, cells, strict=True)
-    ]
+    padded = list[str]()
+    for column, width, cell in zip(columns, widths, cells, strict=True):
+        blanks = " " * (width - columns_of(cell))
+        padded.append(blanks + cell if column.is_number else cell + blanks)
+    return padded
