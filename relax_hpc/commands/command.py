@@ -29,6 +29,8 @@ class Command:
     only_reads: bool = False
     """Whether it only reads a run, also of another user. Then it imports no module that the run's
     configuration names."""
+    takes_program: bool = False
+    """Whether another program with its arguments may follow after `--`, as argument `program`."""
     for_others: bool = False
     """Whether it writes files that its user may want to share. They get the user's own umask, and
     are not in a run directory."""

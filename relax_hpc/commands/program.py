@@ -146,8 +146,13 @@ def _run_subcommand(name: str, command: Command, argv: list[str]) -> int:
     if command.takes_config and argv[:1] in (["-h"], ["--help"]):
         print(_help(name, argv[1:]), end="")
         return EXIT_DONE
+    program: dict[str, Any] = {}
+    if command.takes_program and "--" in argv:
+        position = argv.index("--")
+        argv, program = argv[:position], {"program": argv[position + 1 :]}
     declared, free = split_free(argv) if command.takes_config else (argv, {})
     arguments, errors = _parse(name, declared)
+    arguments |= program
     if errors:
         raise ConfigError(*_all_mistakes(errors, arguments | free, command))
     return _handle(command, arguments | free)

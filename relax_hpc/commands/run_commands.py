@@ -193,6 +193,43 @@ def _logs(arguments: dict[str, Any]) -> int:
     return logs.main(run, logs.LogFilter(**arguments), follow)
 
 
+def _stacks_arguments(parser: ArgumentParser) -> None:
+    run_argument(parser)
+    parser.add_argument(
+        "--group", default="", metavar="G", help="Show only processes of this group."
+    )
+    parser.add_argument("--rank", type=int, metavar="K", help="Show only this rank of each role.")
+    parser.add_argument(
+        "--native",
+        action="store_true",
+        help="Show frames of C code too, by py-spy or gdb. Each process stops for some seconds.",
+    )
+
+
+def _stacks(arguments: dict[str, Any]) -> int:
+    from relax_hpc.ops.inspect import stacks
+
+    return stacks.main(arguments.pop("run"), **arguments)
+
+
+def _attach_arguments(parser: ArgumentParser) -> None:
+    run_argument(parser)
+    parser.add_argument("--group", metavar="G", help="Group of the rank.")
+    parser.add_argument(
+        "--role", default="", metavar="R", help="Role of the rank, if the group has several roles."
+    )
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="K", help="Number of the rank. Default: 0."
+    )
+
+
+def _attach(arguments: dict[str, Any]) -> int:
+    from relax_hpc.ops.inspect import attach
+
+    run, group = arguments.pop("run"), _required(arguments, "group", "the group of the rank")
+    return attach.main(run, group, **arguments)
+
+
 def _list_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "folder",
@@ -238,6 +275,21 @@ RUN_COMMANDS = {
         _logs_arguments,
         _logs,
         only_reads=True,
+    ),
+    "stacks": Command(
+        "Show the stacks of all threads of all processes of a run, also of processes that hang.",
+        "RUN [--group G] [--rank K] [--native]",
+        _stacks_arguments,
+        _stacks,
+    ),
+    "attach": Command(
+        "Open a shell, or run a program, beside a rank of a running group: on its node, with its "
+        "environment, in its container.",
+        "RUN --group G [--role R] [--rank K] [-- PROGRAM ...]",
+        _attach_arguments,
+        _attach,
+        takes_program=True,
+        for_others=True,
     ),
     "resubmit": Command(
         "Replace one group of a run, optionally with another size, setting or code, while the "

@@ -21,6 +21,7 @@ import relax_hpc
 from relax_hpc.base.errors import EXIT_CONFIG
 from relax_hpc.base.metrics.read import read_metrics
 from relax_hpc.base.protocol import PROTOCOL
+from relax_hpc.net.rendezvous.roster import latest_incarnation
 from relax_hpc.ops.observe.status import status
 from tests.helpers.audit import audit
 from tests.helpers.run_helpers import Running, merged, running
@@ -212,6 +213,23 @@ def return_an_engine_and_kill_the_run(folder: Path) -> None:
         assert_has_ended(live, "ended", 75)
 
 
+def assert_processes_can_be_inspected(live: Running) -> None:
+    """All ranks show their stacks, and a program beside a rank has its environment."""
+    stacks = command_output(live, "stacks")
+    for rank in ("hub/controller", "hub/advantages", "rollout/rollout", "actor/actor"):
+        text = stacks.partition(f"== {rank} rank 0, process ")[2].partition("\n== ")[0]
+        assert "__main__.py" in text and "kernel: " in text, stacks
+    command = [sys.executable, "-m", "relax_hpc", "attach", str(live.run.root), "--group", "actor"]
+    words = ["sh", "-c", 'echo "$RELAX_PID $RELAX_LOG $OMP_NUM_THREADS"; exit 3']
+    done = subprocess.run([*command, "--", *words], capture_output=True, text=True)
+    pid, log, threads = done.stdout.split()
+    assert done.returncode == 3 and threads == "1", done
+    assert "--role actor" in " ".join(psutil.Process(int(pid)).cmdline())
+    assert Path(log) == live.run.rank_log(
+        "actor", latest_incarnation(live.run, "actor"), "actor", 0
+    )
+
+
 def test_commands_on_a_run_in_progress(tmp_path: Path) -> None:
     """Groups of one rank do not need MPI, which ends every process here, and have no sockets but
     those of a plane."""
@@ -221,6 +239,7 @@ def test_commands_on_a_run_in_progress(tmp_path: Path) -> None:
         live.wait_for_step(1, 120)
         assert_each_process_listens_at_one_local_address(live)
         assert_output_shows_how_models_are_loaded(live)
+        assert_processes_can_be_inspected(live)
         processes = kept_processes(live)
         stray_requests = scatter(live.run.root)
         remove_an_engine(live)

@@ -24,7 +24,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from relax_hpc.base.errors import EXIT_CONFIG
-from relax_hpc.net.rendezvous.process import die_with_parent, set_private_umask
+from relax_hpc.net.rendezvous.process import (
+    die_with_parent,
+    install_stack_dump,
+    set_private_umask,
+)
 from relax_hpc.rollout.engines.sglang import first_routes, media, slab_loader
 from relax_hpc.rollout.engines.sglang.cpu import stand_ins
 from relax_hpc.rollout.engines.sglang.flags import ROUTES_FLAG
@@ -141,6 +145,8 @@ def _prepare() -> tuple[dict[str, Any], str]:
     die_with_parent()
     print(IMPORTS_BEGIN, flush=True)
     set_private_umask()
+    # Forked children inherit the handler, too. SGLang 0.5.21 has no handler for this signal.
+    install_stack_dump()
     key = Path(settings["key_file"]).read_text()
     _redact(key)
     _disable_tqdm_semaphore()
