@@ -10,10 +10,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Protocol between groups: requests and answers, rows, manifests, and the files in the rendezvous
 folders."""
-RUN_FORMAT = 3
+RUN_FORMAT = 4
 """Format of a run directory: its names, its journal, and the rows in its shards."""
 
 

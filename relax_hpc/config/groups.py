@@ -58,6 +58,12 @@ def group_roles(config: Config, name: str) -> list[str]:
     return ([CONTROLLER] if name == "hub" else []) + list(group_settings(config, name).roles)
 
 
+def roles_with_cpus(config: Config, name: str) -> list[str]:
+    """Return the roles of a group for whose processes CPUs are requested."""
+    roles = group_roles(config, name)
+    return [role for role in roles if role not in ROLES or not ROLES[role].mostly_waits]
+
+
 def groups_that_train(groups: Mapping[str, GroupConfig]) -> dict[str, str]:
     """Return the group of each role that trains, by role, in the order of `ROLES`.
 

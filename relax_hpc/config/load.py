@@ -217,7 +217,9 @@ def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = No
     if layers.tree["model"]["device"] == "cuda":
         layers.tree = _with_gpu_defaults(layers)
     if layers.tree["environment"]["kind"] == AGENT:
-        layers.tree = _with_gateway(layers.tree)
+        layers.tree = _with_hub_role(layers.tree, "gateway")
+    if layers.tree["service"]["enabled"]:
+        layers.tree = _with_hub_role(layers.tree, "api")
     sequences = variant(Algorithm, layers.tree["algorithm"]).sequences
     if sequences:
         layers.tree = _without_generation(layers, sequences)
@@ -352,12 +354,12 @@ def _with_inner_actor_fwd(tree: dict[str, Any]) -> dict[str, Any]:
     return tree | {"actor": actor | {"forward": [*actor["forward"], "actor_fwd"]}}
 
 
-def _with_gateway(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return ``tree`` with role `gateway`, in the hub unless a layer assigns it."""
+def _with_hub_role(tree: dict[str, Any], role: str) -> dict[str, Any]:
+    """Return ``tree`` with ``role``, in the hub unless a layer assigns it."""
     groups = tree["groups"]
-    if "hub" not in groups or any("gateway" in group["roles"] for group in groups.values()):
+    if "hub" not in groups or any(role in group.get("roles", ()) for group in groups.values()):
         return tree
-    hub = groups["hub"] | {"roles": [*groups["hub"]["roles"], "gateway"]}
+    hub = groups["hub"] | {"roles": [*groups["hub"].get("roles", ()), role]}
     return tree | {"groups": groups | {"hub": hub}}
 
 

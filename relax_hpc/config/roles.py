@@ -40,6 +40,9 @@ class Role:
     """Whether it starts servers, in independent processes on each of its nodes."""
     on_cpus: bool = False
     """Whether it computes no model, so that its group needs no GPU."""
+    mostly_waits: bool = False
+    """Whether its processes need little CPU time, so that no CPU is requested or reserved for
+    them."""
 
 
 ROLES = {
@@ -47,6 +50,7 @@ ROLES = {
     "genrm": Role("relax_hpc.roles.genrm", sections=("genrm",), serves=True),
     "data": Role("relax_hpc.roles.data", on_cpus=True),
     "gateway": Role("relax_hpc.roles.gateway", on_cpus=True),
+    "api": Role("relax_hpc.service.role", sections=("service",), on_cpus=True, mostly_waits=True),
     "actor": Role(
         "relax_hpc.roles.actor",
         ranked=True,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from relax_hpc.base.fields import fields_by
-from relax_hpc.config.groups import base_name, groups_that_train
+from relax_hpc.config.groups import base_name, group_with_role, groups_that_train, rank_count
 from relax_hpc.config.roles import MAKERS, POLICY, ROLES
 from relax_hpc.config.schema import Config
 
@@ -35,6 +35,40 @@ class Task:
     in_sets: bool = False
     """Whether windows are parts of a step's set, see `planning.step_sets`. This is so for trainers
     at staleness above 0, unless they need a field that is computed from a whole step."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Engines of the run, as operations of the API change them."""
+
+    group: str = "rollout"
+    """The configured group of the engines."""
+    engines: int = 1
+    """Engines of the group and of each of its further members."""
+    processes: int = 1
+    """Processes among which the engines of a group are divided evenly."""
+    has_members: bool = True
+    """Whether the group can have further members."""
+    colocated: bool = False
+    min_engines: int = 1
+    max_engines: int = 0
+    """Most engines of the run; 0: there is no limit."""
+
+    @classmethod
+    def from_config(cls, config: Config) -> EnginePlan:
+        """The engines that ``config`` describes."""
+        group = group_with_role(config, "rollout")
+        if not group:
+            return cls(group="", engines=0, has_members=False)
+        return cls(
+            group=group,
+            engines=config.rollout.replicas,
+            processes=rank_count(config, group, "rollout"),
+            has_members=config.groups[group].roles == ["rollout"],
+            colocated=config.colocate,
+            min_engines=config.service.min_engines,
+            max_engines=config.service.max_engines,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +102,7 @@ class Plan:
     """Group whose actor and engines take turns on the same devices; empty: no group does."""
     engines: int = 1
     """Engines of the rollout group, as configured."""
+    engine_plan: EnginePlan = EnginePlan()
     refresh_every: int = 0
     """The newest version whose number is a multiple of this is kept for the reference; 0: none."""
     maker: str = "rollout"
@@ -96,6 +131,7 @@ class Plan:
             publish_lag=config.weights.publish_lag,
             colocated=trainers[POLICY] if config.colocate else "",
             engines=config.rollout.replicas,
+            engine_plan=EnginePlan.from_config(config),
             refresh_every=algorithm.kl.refresh_every,
         )
         return plan._with_rows_of_files(algorithm.sequences) if algorithm.from_file else plan

@@ -234,7 +234,7 @@ def test_layers_compose_from_left_to_right(tmp_path: Path) -> None:
     assert config.rollout.engine.flags == {"a": 1, "b": [3], "c": {"y": 2}, "d": None}
     assert config.data.eval == {"small": "s.jsonl"}
     assert config.groups == {
-        "hub": GroupConfig(),
+        "hub": GroupConfig(roles=["api"]),
         "rollout": GroupConfig(roles=["rollout"]),
         "actor": GroupConfig(roles=["actor"], env={"A": "1", "B": "3"}),
         "extra": GroupConfig(roles=["advantages"]),
@@ -332,15 +332,12 @@ def test_a_gpu_has_fused_kernels_unless_others_are_set(
 
 
 def test_empty_files_and_sections_change_nothing(tmp_path: Path) -> None:
-    assert (
-        load(
-            [
-                write(tmp_path, "a.yaml", "# nothing"),
-                write(tmp_path, "b.yaml", "rollout:\ndata: {}"),
-            ]
-        )
-        == Config()
-    )
+    assert load(
+        [
+            write(tmp_path, "a.yaml", "# nothing"),
+            write(tmp_path, "b.yaml", "rollout:\ndata: {}"),
+        ]
+    ) == load([])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "relax_hpc"
 LINES = (
     ("commands",),
     ("convert",),
+    ("service",),
     ("ops",),
     ("cluster",),
     ("roles",),

@@ -104,6 +104,7 @@ shard = st.fixed_dictionaries(
 GOOD: dict[str, st.SearchStrategy] = {
     "int": whole,
     "bool": st.booleans(),
+    "float": st.floats() | whole,
     "str": text,
     "dict": shard,
     "list[int]": st.lists(whole, max_size=3),

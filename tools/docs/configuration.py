@@ -29,6 +29,7 @@ PAGES = {
         "Evaluation, samples, metrics and liveness",
         ("eval", "samples", "metrics", "liveness"),
     ),
+    "service": ("The HTTP service", ("service",)),
     "cluster": ("Slurm, sites and groups", ("slurm", "site", "groups")),
 }
 """File name of a page -> its title, and the top-level sections that it describes."""

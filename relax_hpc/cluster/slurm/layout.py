@@ -19,7 +19,7 @@ from typing import TypedDict
 
 from relax_hpc.base.errors import ConfigError, Mistakes
 from relax_hpc.config.gpus import device_setting
-from relax_hpc.config.groups import group_roles, group_settings, rank_count
+from relax_hpc.config.groups import group_settings, rank_count, roles_with_cpus
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
 
@@ -112,7 +112,7 @@ def tasks_per_node(config: Config, group: str) -> int:
     """
     resources = group_settings(config, group).resources
     total, mistakes = 0, Mistakes()
-    for role in group_roles(config, group):
+    for role in roles_with_cpus(config, group):
         ranks = rank_count(config, group, role)
         if role in RANKED and ranks % resources.nodes:
             mistakes.add(_uneven(config, group, role))

@@ -41,6 +41,7 @@ from relax_hpc.config.schema.running import (
     SamplesConfig,
     WeightsConfig,
 )
+from relax_hpc.config.schema.service import ServiceConfig
 from relax_hpc.config.schema.training import (
     ActorConfig,
     Experts,
@@ -81,6 +82,7 @@ __all__ = [
     "RolloutConfig",
     "RoutingReplay",
     "SamplesConfig",
+    "ServiceConfig",
     "SimulatedConfig",
     "SiteConfig",
     "SlurmConfig",

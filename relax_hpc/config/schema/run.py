@@ -21,6 +21,7 @@ from relax_hpc.config.schema.running import (
     SamplesConfig,
     WeightsConfig,
 )
+from relax_hpc.config.schema.service import ServiceConfig
 from relax_hpc.config.schema.training import ActorConfig, ForwardConfig, TrainerConfig
 
 
@@ -96,6 +97,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     site: SiteConfig = field(default_factory=SiteConfig)

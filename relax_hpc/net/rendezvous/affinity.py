@@ -20,7 +20,7 @@ from pathlib import Path
 from relax_hpc.base.machine.gpu_vendors import GpuVendor
 from relax_hpc.base.server_devices import devices_per_server
 from relax_hpc.config.gpus import gpu_vendor
-from relax_hpc.config.groups import group_roles, group_settings, rank_count
+from relax_hpc.config.groups import group_settings, rank_count, roles_with_cpus
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
 
@@ -57,6 +57,8 @@ def bind_to_share(config: Config, group: str, role: str) -> None:
     """
     number = os.environ.get("SLURM_LOCALID", "")
     if config.layout == "local" or not number.isdigit() or _binds(config, group):
+        return
+    if role not in roles_with_cpus(config, group):
         return
     cores = read_cores(os.sched_getaffinity(0))
     ranks = list_ranks_of_node(config, group, domains_of_gpus(config, group, cores))
@@ -114,7 +116,7 @@ def list_ranks_of_node(config: Config, group: str, domains: Sequence[int]) -> li
     """
     nodes = group_settings(config, group).resources.nodes
     node_ranks = []
-    for role in group_roles(config, group):
+    for role in roles_with_cpus(config, group):
         ranks = rank_count(config, group, role)
         count = -(-ranks // nodes)
         for number in range(count):

@@ -65,7 +65,12 @@ class ShardHolder(Protocol):
         """Free these shards: no process needs them in memory."""
 
 
-WITHDRAWN = frozenset(("admit", "claim", "next_version", "step_generated", "take_turn", "whole"))
+WITHDRAWN = frozenset(
+    (
+        *("admit", "claim", "next_version", "step_generated", "take_turn", "whole"),
+        "operations_watch",
+    )
+)
 """Requests that may wait at the hub for long. If the client no longer waits, they are withdrawn."""
 
 

@@ -1,4 +1,4 @@
-"""A role's connection to the queue: this class puts, claims and reads rows. Four objects of it send
+"""A role's connection to the queue: this class puts, claims and reads rows. Five objects of it send
 all other requests."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.net.transport import SlabPool
 from relax_hpc.queue.client.answers import Claim
 from relax_hpc.queue.client.connection import QueueConnection, ignore_answer, then
+from relax_hpc.queue.client.operations import OperationRequests
 from relax_hpc.queue.client.reading import read_columns, read_rows
 from relax_hpc.queue.client.status import StatusRequests
 from relax_hpc.queue.client.summary import summarize_groups, summarize_media
@@ -58,6 +59,7 @@ class QueueClient:
         submit = self.connection.submit
         self.tickets, self.weights = TicketRequests(submit), WeightRequests(submit)
         self.training, self.status = TrainingRequests(submit), StatusRequests(submit)
+        self.operations = OperationRequests(submit)
         self._store: ShardStore | None = None
         self._store_lock = threading.Lock()
         self._shard_ids = itertools.count(1)

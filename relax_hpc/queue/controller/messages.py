@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import reprlib
 import time
 from collections.abc import Callable
@@ -129,6 +130,7 @@ def _all_are(values: Any, kind: type) -> bool:
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "int": is_whole,
     "bool": lambda value: type(value) is bool,
+    "float": lambda value: type(value) in (int, float) and math.isfinite(value),
     "str": is_text,
     "dict": lambda value: type(value) is dict,
     "list[int]": lambda value: _all_are(value, int) and all(map(is_whole, value)),

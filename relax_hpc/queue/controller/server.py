@@ -214,6 +214,7 @@ class Controller:
         self.service.update_presence()
         if self.stuck:
             return replies
+        self.service.update_operations()
         # Requests that waited are answered first, because work waits for them. A client that has
         # put rows is busy with their file anyway.
         waited: list[Reply] = []

@@ -16,6 +16,7 @@ from relax_hpc.base.disk_waits import WAITS, DiskWait
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.config.schema import CheckpointConfig
 from relax_hpc.queue.controller import handlers
+from relax_hpc.queue.controller.handlers.operations import ReportedGroups, update_operations
 from relax_hpc.queue.controller.journal import Journal
 from relax_hpc.queue.controller.messages import Refused, Request, Schema
 from relax_hpc.queue.controller.relays import Relays
@@ -104,6 +105,7 @@ class QueueService:
         self.presence = GroupPresence(plan.groups, lease_s, time.monotonic())
         self.beats = Beats()
         self.relays = Relays()
+        self.reported_groups = ReportedGroups()
         self.save_clock = SaveClock(CheckpointConfig())
         self.refused_connections = 0
         self.on_report: _OnReport = lambda *_: None
@@ -153,6 +155,11 @@ class QueueService:
         paused."""
         full, now = bool(self.beats.disk_wait()), time.monotonic()
         self.presence.update(self.beats.latest, self.state.members.lowest_allowed, now, full)
+
+    def update_operations(self) -> None:
+        """Move operations whose engines have changed or whose deadline has passed."""
+        if self.state.operations.has_open:
+            update_operations(self)
 
     def record(self, **record: Any) -> None:
         """Apply a record, and journal it."""

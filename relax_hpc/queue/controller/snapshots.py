@@ -25,7 +25,7 @@ from relax_hpc.queue.controller.journal import Position
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.plan import Plan
 
-FORMAT = 11
+FORMAT = 12
 """Format of snapshots. A snapshot of another format is not used: the journal is replayed
 instead."""
 RECORDS = 50_000

@@ -4,6 +4,7 @@ allow to answer."""
 from __future__ import annotations
 
 ADMISSION, DISK, NEWS, TURN, ALL = "admission", "disk", "news", "turn", "all"
+OPERATIONS = "operations"
 """Topics in addition to those of `rows_for`. ALL may end any wait."""
 
 

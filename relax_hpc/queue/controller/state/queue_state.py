@@ -23,6 +23,7 @@ from relax_hpc.queue.controller.state.leases import Leases
 from relax_hpc.queue.controller.state.lineage import Lineage
 from relax_hpc.queue.controller.state.media_holders import MediaHolders
 from relax_hpc.queue.controller.state.members import Members
+from relax_hpc.queue.controller.state.operations import Operations
 from relax_hpc.queue.controller.state.progress import Progress, TrainingOrder
 from relax_hpc.queue.controller.state.prompt_groups import PromptGroups
 from relax_hpc.queue.controller.state.reply_cache import ReplyCache
@@ -58,6 +59,7 @@ Record = dict[str, Any]
 _SAVED = (
     *("members", "lineage", "weights", "progress", "tickets", "order", "leases", "shards"),
     *("tasks", "segments", "media", "counts", "device_turns", "admissions", "puts"),
+    "operations",
 )
 """Parts that a snapshot contains, each by its `dump` and `load`; in addition to `groups` and
 `bits`."""
@@ -89,6 +91,7 @@ class QueueState:
         self.counts = Counts()
         self.device_turns = DeviceTurns()
         self.admissions, self.puts = ReplyCache(), ReplyCache()
+        self.operations = Operations()
         self.events = Events(plan)
         self.woken: set[str] = set()
         """Topics of waiting requests that may have an answer now. The service empties it."""

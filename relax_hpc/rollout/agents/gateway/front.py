@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -15,15 +14,11 @@ from typing import Any
 
 from aiohttp import web
 
+from relax_hpc.net.http_limits import BODY_S, IDLE_S, HttpLimits, TooLargeError, read_body
 from relax_hpc.net.rendezvous.network import LOOPBACK
-from relax_hpc.net.transport.proof import MAX_UNPROVEN, PROOF_S
 
 MAX_BYTES = 4 << 20
 """Most bytes of a request's body."""
-_BODY_S = 30.0
-"""Seconds for the body of a request to arrive."""
-_IDLE_S = 75.0
-"""Seconds for which a connection without a request stays open."""
 _MAX_DIGITS = 6
 """Most digits of a retry count. A longer number is not a count."""
 JSON = "application/json"
@@ -106,11 +101,13 @@ class Front:
         """``knows(key)``: whether a bearer with this digest has a session; it is called before the
         body of a request is read. ``answer`` returns the reply to a request."""
         self._knows, self._answer = knows, answer
-        self.refused: Counter[str] = Counter()
-        """Refused requests and connections, by reason."""
+        self.limits = HttpLimits()
         self.url = ""
-        self._unproven: dict[web.RequestHandler, None] = {}
-        """Connections that have not sent a valid bearer yet, oldest first."""
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Refused requests and connections, by reason."""
+        return self.limits.refused
 
     async def start(self) -> None:
         """Listen at a free port."""
@@ -119,9 +116,9 @@ class Front:
             self._handle,
             # A request is cancelled when its client hangs up.
             handler_cancellation=True,
-            keepalive_timeout=_IDLE_S,
+            keepalive_timeout=IDLE_S,
             access_log=None,
-            logger=self._malformed_logger(),
+            logger=self.limits.malformed_logger(f"{__name__}.requests"),
         )
         listening = socket.create_server((LOOPBACK, 0))
         self._listener = await loop.create_server(self._connected, sock=listening)
@@ -131,33 +128,8 @@ class Front:
         self._listener.close()
         await self._server.shutdown(1.0)
 
-    def _malformed_logger(self) -> logging.Logger:
-        """Logger for aiohttp that counts malformed requests and prints nothing, because the text of
-        a record may contain a bearer."""
-
-        def count(record: logging.LogRecord) -> bool:
-            if record.levelno >= logging.ERROR:
-                self.refused["malformed"] += 1
-            return False
-
-        logger = logging.Logger(f"{__name__}.requests")
-        logger.addFilter(count)
-        return logger
-
     def _connected(self) -> web.RequestHandler:
-        """Protocol of a new connection, which must send a valid bearer within `PROOF_S`."""
-        protocol = self._server()
-        self._unproven[protocol] = None
-        if len(self._unproven) > MAX_UNPROVEN:
-            self._abort_unproven(next(iter(self._unproven)), "crowded")
-        asyncio.get_running_loop().call_later(PROOF_S, self._abort_unproven, protocol, "silent")
-        return protocol
-
-    def _abort_unproven(self, protocol: web.RequestHandler, reason: str) -> None:
-        is_unproven = self._unproven.pop(protocol, protocol) is None
-        if is_unproven and protocol.transport is not None:
-            self.refused[reason] += 1
-            protocol.transport.abort()
+        return self.limits.add_connection(self._server())
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         reply = await self._reply(request)
@@ -173,24 +145,21 @@ class Front:
         if not await self._knows(key):
             self.refused["unknown_bearer"] += 1
             return Reply.unknown_bearer(request.path)
-        self._unproven.pop(request.protocol, None)
-        if (request.content_length or 0) > MAX_BYTES:
-            return self._too_large(request.path)
+        self.limits.prove(request.protocol)
         try:
-            async with asyncio.timeout(_BODY_S):
-                body = await _read(request)
+            body = await read_body(request, MAX_BYTES)
+        except TooLargeError:
+            return self._too_large(request.path)
         except TimeoutError:
             self.refused["slow"] += 1
             return Reply.error(
-                408, "slow", f"the body has not come within {_BODY_S:g} s", request.path
+                408, "slow", f"the body has not come within {BODY_S:g} s", request.path
             )
         except web.RequestPayloadError:
             self.refused["malformed"] += 1
             return Reply.error(
                 400, "malformed", "the body is not encoded as its headers say", request.path
             )
-        if body is None:
-            return self._too_large(request.path)
         return await self._answer(
             ProgramRequest(key, request.path, body, _repeats(request), _idempotency(request))
         )
@@ -217,13 +186,3 @@ def _repeats(request: web.BaseRequest) -> int | None:
 def _idempotency(request: web.BaseRequest) -> str:
     key = request.headers.get("idempotency-key", "")
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest() if key else ""
-
-
-async def _read(request: web.BaseRequest) -> bytes | None:
-    """Body of a request; None: it is too large. Its Content-Length is not trusted."""
-    body = bytearray()
-    async for data in request.content.iter_any():
-        body += data
-        if len(body) > MAX_BYTES:
-            return None
-    return bytes(body)

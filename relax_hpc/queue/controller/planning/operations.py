@@ -1,0 +1,587 @@
+"""Decisions about operations: which engines a request concerns, and what follows for an operation
+from the states of its engines. All functions only read their arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from relax_hpc.queue.controller.state.operations import Operations
+from relax_hpc.queue.operations import (
+    ACTIVE,
+    COMPLETED,
+    DRAINING,
+    ENGINE_DRAINING,
+    FAILED,
+    FINAL,
+    FORWARD,
+    IN,
+    JOINING,
+    LEFT,
+    LOST,
+    NOOP,
+    OUT,
+    PARTIAL,
+    PENDING,
+    PHASES,
+    REMOVING,
+    SERVING,
+    ExternalEngine,
+    Operation,
+    OperationRefused,
+    group_of,
+    is_external,
+    number_of,
+)
+from relax_hpc.queue.plan import EnginePlan
+
+_KEYS: dict[str, type | tuple[type, ...]] = {
+    "model_name": str,
+    "num_replicas": int,
+    "relative": int,
+    "engine_urls": list,
+    "engines": list,
+    "members": list,
+    "force": bool,
+    "dry_run": bool,
+    "timeout_secs": (int, float),
+}
+"""Keys of the body of a request, and their types."""
+_MODEL = "default"
+"""The only name of a model that a run has."""
+_MAX_URLS = 256
+_MAX_URL = 512
+_MAX_S = 30 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class PresentEngines:
+    """Engines of the run's own groups, as the supervisor of the hub's group reports them."""
+
+    groups: Mapping[str, int]
+    """Number of engines of each group that is wanted, by its name. The first is the configured
+    group, the others are further members."""
+    without: Collection[str] = ()
+    """Engines of these groups that were removed, as GROUP/NUMBER."""
+    taken: Collection[str] = ()
+    """Groups that still end. Their names cannot be used yet."""
+
+    def names(self) -> list[str]:
+        """Engines that are wanted."""
+        return [name for name in self.all_names() if name not in self.without]
+
+    def removed(self) -> list[str]:
+        return [name for name in self.all_names() if name in self.without]
+
+    def all_names(self) -> list[str]:
+        names = list[str]()
+        for group in sorted(self.groups, key=member_number):
+            names += [f"{group}/{number}" for number in range(self.groups[group])]
+        return names
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The engines that a request concerns."""
+
+    engines: list[str] = field(default_factory=list)
+    external: list[dict[str, Any]] = field(default_factory=list)
+    """Url, or member and token, of each new external engine."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Result of `plan_operation`."""
+
+    operation: Operation
+    external: Sequence[ExternalEngine] = ()
+    is_new: bool = True
+
+
+def member_number(group: str) -> int:
+    """Number of a member of an elastic group; 1 for the configured group itself.
+
+    >>> [member_number(name) for name in ("rollout", "rollout-2", "rollout-12")]
+    [1, 2, 12]
+    """
+    match = re.fullmatch(r".+-([1-9]\d*)", group)
+    return int(match[1]) if match else 1
+
+
+def digest_request(kind: str, body: Mapping[str, Any]) -> str:
+    """Digest of a request. It is the same for equal requests."""
+    text = json.dumps([kind, body], sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def plan_operation(
+    operations: Operations,
+    present: PresentEngines,
+    plan: EnginePlan,
+    kind: str,
+    body: Mapping[str, Any],
+    key: str,
+    now: float,
+    timeout_s: float,
+) -> Planned:
+    """The operation that answers a request: a new one, or the one that the same request created
+    before. OperationRefused: with the code for the client."""
+    if kind not in FORWARD:
+        raise OperationRefused("bad_request", f"kind: found {kind!r:.40}, allowed: {OUT}, {IN}")
+    digest = digest_request(kind, body)
+    former = operations.by_key(key)
+    if former and former.digest != digest:
+        text = f"the key was used for operation {former.id} with another body; use a new key"
+        raise OperationRefused("key_reused", text)
+    if former:
+        return Planned(former, is_new=False)
+    _check_body(kind, body)
+    unfinished = operations.unfinished()
+    if unfinished:
+        if not key and unfinished[-1].digest == digest and not unfinished[-1].is_final:
+            return Planned(unfinished[-1], is_new=False)
+        busy = unfinished[0]
+        what = "is being undone" if busy.is_final else f"is {busy.state}"
+        raise OperationRefused("busy", f"operation {busy.id} {what}; wait for its end")
+    if plan.colocated:
+        text = (
+            "the actor and the engines take turns on the same devices (colocate), so that their "
+            "number is fixed; stop the run and resume it with another rollout.replicas"
+        )
+        raise OperationRefused("colocate", text)
+    chosen = _choose(operations, present, plan, kind, body)
+    return _make_operation(operations, plan, kind, body, key, digest, now, timeout_s, chosen)
+
+
+def _make_operation(
+    operations: Operations,
+    plan: EnginePlan,
+    kind: str,
+    body: Mapping[str, Any],
+    key: str,
+    digest: str,
+    now: float,
+    timeout_s: float,
+    chosen: _Choice,
+) -> Planned:
+    prefix = "so" if kind == OUT else "si"
+    operation = Operation(
+        id=f"{prefix}-{operations.count + 1:06d}",
+        kind=kind,
+        body=dict(body),
+        created_at=now,
+        deadline_at=now + min(float(body.get("timeout_secs") or timeout_s), _MAX_S),
+        key=key,
+        digest=digest,
+        engines=list(chosen.engines),
+        detail=chosen.detail,
+        updated_at=now,
+    )
+    external = []
+    for offset, origin in enumerate(chosen.external):
+        number = operations.next_external + offset
+        name = f"{plan.group}/{number}"
+        operation.engines.append(name)
+        external.append(
+            ExternalEngine(number=number, name=name, operation=operation.id, since=now, **origin)
+        )
+    if not operation.engines:
+        operation.state = NOOP
+    operation.history = [[operation.state, now]]
+    return Planned(operation, external)
+
+
+# -- the body of a request -------------------------------------------------------------------------
+
+
+def _check_body(kind: str, body: Mapping[str, Any]) -> None:
+    """OperationRefused: an entry of ``body`` is unknown, or has a wrong type or value."""
+    for name, value in body.items():
+        kinds = _KEYS.get(name)
+        if kinds is None:
+            raise OperationRefused(
+                "bad_request", f"{name!r:.80}: unknown, allowed: {', '.join(_KEYS)}"
+            )
+        is_number = isinstance(value, bool) and kinds is not bool
+        if value is not None and (is_number or not isinstance(value, kinds)):
+            names = kinds.__name__ if isinstance(kinds, type) else "number"
+            raise OperationRefused("bad_request", f"{name}: found {value!r:.80}, allowed: {names}")
+    if (body.get("model_name") or _MODEL) != _MODEL:
+        text = f"model_name: found {body['model_name']!r:.80}, allowed: {_MODEL}"
+        raise OperationRefused("bad_request", text)
+    timeout = body.get("timeout_secs")
+    if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
+        raise OperationRefused("bad_request", f"timeout_secs: found {timeout}, allowed: above 0")
+    for name in ("num_replicas", "relative"):
+        if (body.get(name) or 0) < 0:
+            raise OperationRefused("bad_request", f"{name}: found {body[name]}, allowed: above 0")
+    _check_names(body)
+    goals = [name for name in ("relative", "engines", "members") if body.get(name)]
+    if body.get("num_replicas") or body.get("engine_urls"):
+        goals.append("num_replicas" if body.get("num_replicas") else "engine_urls")
+    if len(goals) != 1:
+        allowed = "num_replicas, relative, engine_urls or engines"
+        found = " and ".join(goals) or "none"
+        raise OperationRefused("bad_request", f"found {found}, allowed: one of {allowed}")
+    if kind == OUT and body.get("force"):
+        raise OperationRefused("bad_request", "force: found with scale_out, allowed: scale_in")
+    if kind == IN and body.get("members"):
+        raise OperationRefused("bad_request", "members: found with scale_in, allowed: engines")
+
+
+def _check_names(body: Mapping[str, Any]) -> None:
+    """OperationRefused: an entry of a list is no text, too long, or no address."""
+    for name in ("engine_urls", "engines"):
+        values = body.get(name) or []
+        if len(values) > _MAX_URLS:
+            text = f"{name}: found {len(values)} entries, allowed: {_MAX_URLS}"
+            raise OperationRefused("bad_request", text)
+        for value in values:
+            if not isinstance(value, str) or not 0 < len(value) <= _MAX_URL:
+                raise OperationRefused("bad_request", f"{name}: found {value!r:.80}, allowed: text")
+            if name == "engine_urls" and not _is_address(value):
+                raise OperationRefused(
+                    "bad_request",
+                    f"engine_urls: found {value!r:.80}, allowed: http://HOST:PORT or "
+                    "https://HOST:PORT, without user and password",
+                )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_port_or_default = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    is_plain = url.isascii() and url.isprintable() and " " not in url
+    return (
+        is_plain
+        and parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and "@" not in parts.netloc
+        and has_port_or_default
+    )
+
+
+# -- the choice of engines -------------------------------------------------------------------------
+
+
+def _choose(
+    operations: Operations,
+    present: PresentEngines,
+    plan: EnginePlan,
+    kind: str,
+    body: Mapping[str, Any],
+) -> _Choice:
+    external = operations.wanted_external()
+    count = len(present.names()) + len(external)
+    target = body.get("num_replicas") or 0
+    if body.get("relative"):
+        target = count + body["relative"] * (1 if kind == OUT else -1)
+    is_counted = bool(body.get("num_replicas") or body.get("relative"))
+    if kind == OUT:
+        if is_counted:
+            return _choose_to_add(present, plan, target, count)
+        if body.get("engines"):
+            return _choose_to_return(present, plan, body["engines"], count)
+        return _choose_external(external, plan, body, count)
+    if is_counted:
+        return _choose_to_remove(external, present, plan, target, count)
+    return _choose_named(external, present, plan, body, count)
+
+
+def _check_maximum(plan: EnginePlan, count: int) -> None:
+    if plan.max_engines and count > plan.max_engines:
+        text = f"{count} engines, allowed service.max_engines={plan.max_engines}"
+        raise OperationRefused("bad_request", text)
+
+
+def _choose_to_add(present: PresentEngines, plan: EnginePlan, target: int, count: int) -> _Choice:
+    """Engines that were removed return first, then further members start."""
+    _check_maximum(plan, target)
+    missing = target - count
+    if missing <= 0:
+        return _Choice(detail=f"the run has {count} engines already")
+    engines = present.removed()[:missing]
+    missing -= len(engines)
+    if missing and not plan.has_members:
+        raise OperationRefused(
+            "bad_request",
+            f"group {plan.group} has other roles than rollout, so that it has no further members: "
+            f"at most {count + len(engines)} engines; external engines can join by engine_urls",
+        )
+    number = 2
+    while missing > 0:
+        name = f"{plan.group}-{number}"
+        if name not in present.groups and name not in present.taken:
+            engines += [f"{name}/{index}" for index in range(plan.engines)]
+            missing -= plan.engines
+        number += 1
+    total = count + len(engines)
+    _check_maximum(plan, total)
+    return _Choice(engines, detail=_describe_rounding(plan, target, total))
+
+
+def _describe_rounding(plan: EnginePlan, target: int, total: int) -> str:
+    if total == target:
+        return ""
+    return f"rounded up to whole groups of {plan.engines} engines: {total} instead of {target}"
+
+
+def _choose_to_return(
+    present: PresentEngines, plan: EnginePlan, names: Sequence[str], count: int
+) -> _Choice:
+    """Named engines that were removed before."""
+    unknown = [name for name in names if name not in present.all_names()]
+    if unknown:
+        raise OperationRefused("unknown_engine", _describe_unknown(unknown, present.removed()))
+    engines = [name for name in present.removed() if name in names]
+    _check_maximum(plan, count + len(engines))
+    return _Choice(engines, detail="" if engines else "these engines are wanted already")
+
+
+def _choose_external(
+    external: Sequence[ExternalEngine], plan: EnginePlan, body: Mapping[str, Any], count: int
+) -> _Choice:
+    """External engines that are not wanted yet."""
+    if body.get("members"):
+        present = {engine.member for engine in external}
+        origins = [
+            {"member": item["member"], "token": item.get("token", ""), "url": item.get("url", "")}
+            for item in body["members"]
+            if item["member"] not in present
+        ]
+    else:
+        present = {engine.url for engine in external}
+        urls = list(dict.fromkeys(url.rstrip("/") for url in body["engine_urls"]))
+        origins = [{"url": url} for url in urls if url not in present]
+    _check_maximum(plan, count + len(origins))
+    return _Choice(external=origins, detail="" if origins else "these engines are wanted already")
+
+
+def _choose_to_remove(
+    external: Sequence[ExternalEngine],
+    present: PresentEngines,
+    plan: EnginePlan,
+    target: int,
+    count: int,
+) -> _Choice:
+    """The engines that were added last leave first: external ones, then whole members, then engines
+    of the configured group."""
+    surplus = count - target
+    if surplus <= 0:
+        return _Choice(detail=f"the run has {count} engines already")
+    _check_minimum(plan, target)
+    last_first = sorted(external, key=lambda engine: engine.number, reverse=True)
+    engines = [engine.name for engine in last_first[:surplus]]
+    surplus -= len(engines)
+    wanted = present.names()
+    members = sorted(present.groups.keys() - {plan.group}, key=member_number, reverse=True)
+    is_rounded = False
+    for group in members:
+        names = [name for name in wanted if group_of(name) == group]
+        if not is_rounded and len(names) <= surplus:
+            engines += names
+            surplus -= len(names)
+        elif surplus:
+            is_rounded = True
+    if surplus and not is_rounded:
+        removable = _removable(plan, [name for name in wanted if group_of(name) == plan.group])
+        if len(removable) < surplus:
+            raise OperationRefused("protected", _describe_protected(plan))
+        engines += removable[:surplus]
+    total = count - len(engines)
+    return _Choice(engines, detail=_describe_rounding(plan, target, total))
+
+
+def _removable(plan: EnginePlan, names: Sequence[str]) -> list[str]:
+    """Engines of one group that may leave, the last first: one engine of each process stays."""
+    size = plan.engines // plan.processes
+    kept = {number_of(name) // size: name for name in reversed(names)}
+    return [name for name in reversed(names) if name not in kept.values()]
+
+
+def _describe_protected(plan: EnginePlan) -> str:
+    return (
+        f"the last engine of each process of group {plan.group} stays, because the process also "
+        "serves external engines; to end the run: relax-hpc stop"
+    )
+
+
+def _check_minimum(plan: EnginePlan, target: int) -> None:
+    if target < plan.min_engines:
+        text = f"{target} engines would remain, allowed service.min_engines={plan.min_engines}"
+        raise OperationRefused("below_minimum", text)
+
+
+def _choose_named(
+    external: Sequence[ExternalEngine],
+    present: PresentEngines,
+    plan: EnginePlan,
+    body: Mapping[str, Any],
+    count: int,
+) -> _Choice:
+    """Engines that the client names, by name or by address."""
+    wanted = [*present.names(), *(engine.name for engine in external)]
+    if body.get("engines"):
+        unknown = [name for name in body["engines"] if name not in wanted]
+        if unknown:
+            raise OperationRefused("unknown_engine", _describe_unknown(unknown, wanted))
+        engines = [name for name in wanted if name in body["engines"]]
+    else:
+        by_url = {engine.url: engine.name for engine in external if engine.url}
+        urls = list(dict.fromkeys(url.rstrip("/") for url in body["engine_urls"]))
+        unknown = [url for url in urls if url not in by_url]
+        if unknown:
+            raise OperationRefused("unknown_engine", _describe_unknown(unknown, list(by_url)))
+        engines = [by_url[url] for url in urls]
+    _check_stays(plan, wanted, engines)
+    _check_minimum(plan, count - len(engines))
+    return _Choice(engines)
+
+
+def _check_stays(plan: EnginePlan, wanted: Sequence[str], leaving: Sequence[str]) -> None:
+    """OperationRefused: a process of a group that stays would have no engine."""
+    groups = dict.fromkeys(group_of(name) for name in leaving if not is_external(name))
+    for group in groups:
+        own = [name for name in wanted if group_of(name) == group and not is_external(name)]
+        if group != plan.group and set(own) <= set(leaving):
+            continue
+        size = plan.engines // plan.processes
+        before = {number_of(name) // size for name in own}
+        after = {number_of(name) // size for name in own if name not in leaving}
+        if before != after:
+            raise OperationRefused("protected", _describe_protected(plan))
+
+
+def _describe_unknown(unknown: Sequence[str], known: Sequence[str]) -> str:
+    return f"found {', '.join(unknown[:4])}, allowed: {', '.join(known[:20]) or 'none'}"
+
+
+# -- the progress of an operation ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """New state of an operation, and new values of its fields."""
+
+    state: str
+    changes: dict[str, Any]
+
+
+def follow_engines(
+    operation: Operation,
+    serving: Collection[str],
+    external: Mapping[str, ExternalEngine],
+    now: float,
+) -> Change | None:
+    """What follows for an operation from the states of its engines, and from its deadline; None:
+    nothing. ``serving``: engines that serve a version."""
+    if operation.is_final:
+        return None
+    follow = _follow_joining if operation.kind == OUT else _follow_leaving
+    change = follow(operation, serving, external)
+    if change.state not in FINAL[operation.kind] and now >= operation.deadline_at:
+        done = change.changes["done"]
+        return end_operation(operation, done, "timeout", _describe_timeout(operation, done))
+    if change.state == operation.state and not _differs(operation, change):
+        return None
+    return change
+
+
+def _describe_timeout(operation: Operation, done: Sequence[str]) -> str:
+    seconds = operation.deadline_at - operation.created_at
+    verb = "serve" if operation.kind == OUT else "have left"
+    count = len(operation.engines)
+    return f"{len(done)} of {count} engines {verb} after {seconds:.0f} s"
+
+
+def _differs(operation: Operation, change: Change) -> bool:
+    return any(getattr(operation, name) != value for name, value in change.changes.items())
+
+
+def end_operation(operation: Operation, done: Sequence[str], reason: str, detail: str) -> Change:
+    """The end of an operation that did not reach its goal."""
+    remaining = [name for name in operation.engines if name not in done]
+    changes: dict[str, Any] = {"reason": reason, "detail": detail, "done": list(done)}
+    if operation.kind == IN:
+        return Change(FAILED, changes)
+    return Change(PARTIAL if done else FAILED, {**changes, "leftover": remaining})
+
+
+def _follow_joining(
+    operation: Operation, serving: Collection[str], external: Mapping[str, ExternalEngine]
+) -> Change:
+    done, failed, phases = list[str](), list[ExternalEngine](), list[int]()
+    for name in operation.engines:
+        engine = external.get(name)
+        if engine is None:
+            done += [name] if name in serving else []
+        elif engine.state == SERVING:
+            done.append(name)
+        elif engine.state == LEFT:
+            failed.append(engine)
+        elif engine.state == JOINING:
+            phases.append(PHASES.index(engine.phase))
+    if len(done) == len(operation.engines):
+        return Change(ACTIVE, {"done": done})
+    if failed and len(done) + len(failed) == len(operation.engines):
+        return end_operation(operation, done, failed[0].reason or "left", failed[0].detail)
+    state = operation.state
+    if phases and operation.engines and all(name in external for name in operation.engines):
+        state = _later(operation, PHASES[min(phases)])
+    return Change(state, {"done": done})
+
+
+def _follow_leaving(
+    operation: Operation, serving: Collection[str], external: Mapping[str, ExternalEngine]
+) -> Change:
+    done, draining = [], False
+    for name in operation.engines:
+        engine = external.get(name)
+        if engine is None:
+            done += [] if name in serving or is_external(name) else [name]
+        elif engine.state in (LEFT, LOST) and not engine.wanted:
+            done.append(name)
+        else:
+            draining |= engine.state == ENGINE_DRAINING
+    if all(map(is_external, operation.engines)):
+        gone = [name for name in operation.engines if name in done or name not in external]
+        if len(gone) == len(operation.engines):
+            return Change(COMPLETED, {"done": gone})
+    if operation.state == PENDING:
+        state = DRAINING if draining else PENDING
+    else:
+        state = REMOVING if len(done) == len(operation.engines) else operation.state
+    return Change(state, {"done": done})
+
+
+def _later(operation: Operation, state: str) -> str:
+    """The later one of the operation's state and ``state``."""
+    order = FORWARD[operation.kind]
+    return max(operation.state, state, key=order.index)
+
+
+def advance_operation(operation: Operation, state: str, changes: Mapping[str, Any]) -> Change:
+    """The change that a report of the reconciler makes. States only go forward. OperationRefused:
+    the operation has no such state."""
+    order = FORWARD[operation.kind]
+    ends = (FAILED,) if operation.kind == OUT else (COMPLETED, FAILED)
+    if state not in (*order, *ends):
+        allowed = ", ".join((*order, *ends))
+        raise OperationRefused("bad_request", f"state: found {state!r:.40}, allowed: {allowed}")
+    new = {name: value for name, value in changes.items() if value not in (None, "")}
+    if state == FAILED:
+        reason, detail = new.get("reason", "failed"), new.get("detail", "")
+        ended = end_operation(operation, operation.done, reason, detail)
+        return Change(ended.state, {**new, **ended.changes})
+    if state in order:
+        state = _later(operation, state)
+    return Change(state, new)
