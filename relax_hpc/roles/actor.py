@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from relax_hpc.base.metrics.length_counts import count_lengths
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.queue.client import StepTrained
@@ -142,6 +143,8 @@ class Policy(TrainerHooks):
             values = result.values()
         else:
             values = policy_values(result) | staleness_report(answer)
+            budget = self.config.rollout.max_new_tokens
+            values |= count_lengths("trained", result.tally.lengths, budget)
         values |= mfu_report(
             result,
             self.spec,

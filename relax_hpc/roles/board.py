@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relax_hpc.base.error_origin import ErrorOrigin
 from relax_hpc.base.metrics.first_failures import FailureWriter, FirstFailure
+from relax_hpc.base.metrics.length_counts import LENGTHS
 from relax_hpc.base.metrics.progress import Progress
 from relax_hpc.base.metrics.read import is_step, read_metrics
 from relax_hpc.base.metrics.shares import tags_of_time
@@ -36,6 +37,7 @@ _SUMMED = (
     SKIPPED,
     COMPONENT_SUM,
     COMPONENT_COUNT,
+    LENGTHS,
 )
 """Prefixes of tags whose values are summed."""
 _MAX_TEXTS = 4

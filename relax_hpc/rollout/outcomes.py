@@ -7,13 +7,18 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin
 from relax_hpc.base.errors import NoProgressError
+from relax_hpc.base.metrics.length_counts import count_lengths
 from relax_hpc.base.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.base.programming_errors import REMEDY, is_description
 from relax_hpc.config.schema import RolloutConfig
+from relax_hpc.data.generation import Episode, Generation
 from relax_hpc.queue.records import FILTERED
 from relax_hpc.queue.row_schema import Row
+from relax_hpc.rollout.engines.engine import BadAnswer
 
 _FAILURE_WINDOW = 64
 _FILTER_WINDOW = 256
@@ -61,6 +66,29 @@ def generated_metrics(groups: Iterable[list[Row] | Failure]) -> dict[str, float]
             # Once for each episode: all rows of an episode have its reward.
             rewards += [row["reward"] for row in group if not row["row"]]
     return {GENERATED: float(len(rewards)), GENERATED_SUM: float(sum(rewards))}
+
+
+def count_generated_lengths(
+    answers: Iterable[Generation | Episode | BadAnswer], budget: int
+) -> dict[str, float]:
+    """Metrics of the sampled tokens of each episode that has ended; ``budget``: see
+    `bounds_of`."""
+    lengths: list[int] = []
+    for answer in answers:
+        if isinstance(answer, BadAnswer) or answer.finish_reason in ("abort", "partial"):
+            continue
+        lengths.append(sum(map(_sampled_tokens, _parts_of(answer))))
+    return count_lengths("generated", lengths, budget)
+
+
+def _parts_of(answer: Generation | Episode) -> list[Generation]:
+    if isinstance(answer, Episode):
+        return [row.generation for row in answer.rows]
+    return [answer]
+
+
+def _sampled_tokens(generation: Generation) -> int:
+    return int(np.count_nonzero(generation.token_versions))
 
 
 class Outcomes:

@@ -22,7 +22,7 @@ from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.play import EngineRetry, play
 from relax_hpc.rollout.episodes.turns import EpisodeStart
 from relax_hpc.rollout.media import UNUSABLE
-from relax_hpc.rollout.outcomes import Failure, generated_metrics
+from relax_hpc.rollout.outcomes import Failure, count_generated_lengths, generated_metrics
 from relax_hpc.rollout.segment_log import SegmentLog
 from relax_hpc.rollout.spares import Spare, has_spare
 
@@ -175,7 +175,9 @@ class TicketWorker:
             answers = generating.result()
             with self.replica.activity("queue", step):
                 rows = await self.rollout.make_rows(attempt, answers)
-        self.report(attempt.ticket, attempt.tokens - tokens_before, generated_metrics([rows]))
+        lengths = count_generated_lengths(answers, self.config.rollout.max_new_tokens)
+        tokens = attempt.tokens - tokens_before
+        self.report(attempt.ticket, tokens, generated_metrics([rows]) | lengths)
         if isinstance(rows, Failure):
             return rows
         with self.replica.activity("queue", step):

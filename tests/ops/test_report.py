@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.base.errors import EXIT_CONFIG
+from relax_hpc.base.metrics.length_counts import count_lengths
 from relax_hpc.base.metrics.writer import MetricsWriter
 from relax_hpc.base.rundir import RunDir, write_json
 from relax_hpc.cluster.supervise.launch_records import Launch, record_launch
@@ -155,6 +156,7 @@ def run(tmp_path: Path) -> RunDir:
         "perf/rollout_tokens": 100,
         "perf/trained_tokens": 120,
     }
+    step |= count_lengths("trained", [1, 8], 8) | count_lengths("generated", [1, 8, 8, 9], 8)
     with MetricsWriter(run.root, 1) as metrics:
         for number in range(3):
             metrics.write(number, step)
@@ -293,9 +295,16 @@ def test_it_reads_well(run: RunDir, capsys: Any) -> None:
     assert "steps 1 to 4" in capsys.readouterr().out
     text = [line.replace(str(run.root), "RUN") for line in lines(report(run))]
     assert max(map(len, text)) <= 100 and not any(line != line.rstrip() for line in text)
+    assert " ".join(text[:2]) == (
+        "Generation limits this run: the actor waits 59% of its time for rows; 5 instead of 4 of "
+        "the 8 GPUs for rollout would make both sides equally busy."
+    )
     for said in (
         "steps 0 to 4 in 1m10s",
-        "bottleneck: rollout, busy for 62% of a step; actor waits for it 44% of its time",
+        "lost to faults, restarting 0.0189 12.1%",
+        "generated 24 6.5 0.4 6.0 8.0 8.0",
+        "trained 10 4.5 0.2 1.0 7.2 7.9",
+        "trained episodes are 31% shorter than generated ones: long ones are dropped or still wait",
         "actor rollout rows of rollout 30.0 44.1%",
         "step: 8.00 s (median of 4), rollout busy 5.00 s of it, actor 3.00 s",
         "split: 4 GPUs for rollout and 4 for training",
@@ -328,7 +337,8 @@ def test_an_empty_run_and_one_without_steps(tmp_path: Path) -> None:
         None,
         None,
     )
-    assert list(lines(found))[:2] == [
+    assert list(lines(found))[:3] == [
+        "What limits this run is not known yet, because no step was trained.",
         f"{run.root}: not finished, no step in 0.0s",
         "note: no role has written a span yet; run the report again after the first step",
     ]

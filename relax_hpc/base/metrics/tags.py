@@ -40,6 +40,9 @@ TAG_GROUPS = (
     TagGroup("idle", "Share of a role's time in which it waited"),
     TagGroup("weights", "Publication of versions"),
     TagGroup("queue", "Prompt groups and samples in the queue"),
+    TagGroup(
+        "lengths", "Episodes by the number of tokens that the policy sampled; not in TensorBoard"
+    ),
     TagGroup("trainer", "Last step of trainers other than the actor"),
 )
 """Groups of tags, the most important first."""
@@ -164,6 +167,10 @@ TAGS = {
     "queue/by_<plane>_bytes": "bytes of these shards",
     "queue/samples_skipped": "episodes since the last step that should have been stored in "
     "samples/ and were not, for lack of space",
+    "lengths/generated_<tokens>": "episodes that ended since the last step, with at most so many "
+    "tokens and more than the next smaller number; over: longer than rollout.max_new_tokens; "
+    "tokens: sum of their tokens. Filtered and failed ones count too",
+    "lengths/trained_<tokens>": "the same of the episodes that were trained on",
     "trainer/<role>_<name>": "value of the metric for this role, such as loss_grad_norm or "
     "perf_unsaved_steps",
     "queue/<what>_<reason>": "other failures since the begin of the run: bad lines of prompt "

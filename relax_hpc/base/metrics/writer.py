@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from relax_hpc.base.disk_waits import AppendFile
+from relax_hpc.base.metrics.length_counts import LENGTHS
 from relax_hpc.base.metrics.trackers.tensorboard import TensorBoard
 
 GENERATED, GENERATED_SUM = "reward/generated", "reward/generated_sum"
@@ -70,7 +71,9 @@ class MetricsWriter:
         scalars = {tag: float(value) for tag, value in values.items()}
         finite = {tag: value if math.isfinite(value) else None for tag, value in scalars.items()}
         self._append({"step": step, "time": time, "incarnation": self.incarnation, **finite})
-        self.tensorboard.log(step, scalars, time)
+        # Each count would be a chart of its own.
+        charts = {tag: value for tag, value in scalars.items() if not tag.startswith(LENGTHS)}
+        self.tensorboard.log(step, charts, time)
 
     def rolled_back(self, step: int) -> None:
         """Write that training resumes at `step`: earlier lines of this and later steps no longer

@@ -11,7 +11,7 @@ from typing import Any
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.metrics.accounting import Interval, Label, even_split, sum_by_label
-from relax_hpc.base.metrics.read import is_step, load_metrics
+from relax_hpc.base.metrics.read import Metrics, is_step, load_metrics
 from relax_hpc.base.metrics.read_spans import union_length
 from relax_hpc.base.metrics.timeline import Pace, WorkerTimeline, measure_pace, step_ends
 from relax_hpc.base.rundir import RunDir, read_map
@@ -24,7 +24,9 @@ from relax_hpc.cluster.supervise.incarnations import (
 )
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.roles import ROLES
+from relax_hpc.ops.observe.bottleneck import bottleneck_sentence
 from relax_hpc.ops.observe.gpu_hours import spent_hours
+from relax_hpc.ops.observe.length_comparison import compare_lengths
 from relax_hpc.ops.observe.recovery import measure_recovery
 from relax_hpc.ops.observe.status import failures_of
 
@@ -64,7 +66,8 @@ def report(
     window, wall_s = section.window, _wall_s(workers, section.window)
     all_restarts = restarts(incarnations)
     pace, waits = measure_pace(workers, section.ends), _waits(workers, window)
-    return {
+    metrics = load_metrics(run.root)
+    values = {
         "run_dir": str(run.root),
         "finished": run.finished.exists(),
         "max_staleness": config.max_staleness,
@@ -76,7 +79,8 @@ def report(
         "pace": _pace(pace),
         "bottleneck": _bottleneck(pace, waits),
         "split": _split(config, incarnations, section, pace),
-        "goodput": _goodput(run, config, section, wall_s),
+        "goodput": _goodput(run, metrics, config, section, wall_s),
+        "lengths": compare_lengths(metrics, section.first, section.last),
         "hours": spent_hours(unit_of(config), incarnations, all_restarts, window),
         "restarts": [
             _restart(restart, workers) for restart in all_restarts if _overlaps(restart.gap, window)
@@ -84,6 +88,9 @@ def report(
         "failures": failures_of(run),
         "notes": _notes(workers, pace),
     }
+    steady = _steady_window(section)
+    after_start = {"roles": _roles(workers, steady), "waits": _waits(workers, steady)}
+    return {"sentence": bottleneck_sentence(values | after_start, config), **values}
 
 
 def _select_section(
@@ -112,6 +119,15 @@ def _select_section(
         return _Section(None, None, (low, high), {})
     section_ends = {step: ends[step] for step in ends if steps[0] - 1 <= step <= steps[-1]}
     return _Section(steps[0], steps[-1], (low, high), section_ends)
+
+
+def _steady_window(section: _Section) -> Interval:
+    """The section without its first step, in which all groups wait for others to start. The whole
+    section if it has no second step."""
+    low, high = section.window
+    if section.first is None or section.first == section.last:
+        return low, high
+    return section.ends[section.first], high
 
 
 def _wall_s(workers: Sequence[WorkerTimeline], window: Interval) -> float:
@@ -235,13 +251,12 @@ def _units(incarnations: Iterable[PastIncarnation], role: str) -> int:
 
 
 def _goodput(
-    run: RunDir, config: Config, section: _Section, wall_s: float
+    run: RunDir, metrics: Metrics, config: Config, section: _Section, wall_s: float
 ) -> dict[str, Any] | None:
     """Trained tokens per second, share of generated tokens that was trained, dropped samples.
 
     None without a step.
     """
-    metrics = load_metrics(run.root)
     first, last = section.first, section.last
     if first is None or last is None or not wall_s:
         return None

@@ -12,6 +12,7 @@ from typing import Any
 from relax_hpc.base.errors import EXIT_DONE
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.terminal_text import escape_line
+from relax_hpc.ops.observe.length_comparison import length_lines
 from relax_hpc.ops.observe.recovery import PARTS
 from relax_hpc.ops.observe.report import report
 from relax_hpc.ops.observe.status_view import duration
@@ -59,12 +60,12 @@ def lines(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _lines(values: dict[str, Any]) -> Iterator[str]:
+    yield from _indented("", values["sentence"], 0)
     trained = "no step"
     if values["first_step"] is not None:
         trained = f"steps {values['first_step']} to {values['last_step']}"
     ended = "finished" if values["finished"] else "not finished"
     yield f"{values['run_dir']}: {ended}, {trained} in {duration(values['wall_s'])}"
-    yield from _bottleneck(values["bottleneck"])
     yield from (f"note: {note}" for note in values["notes"])
     yield from (f"first failure: {failure['headline']}" for failure in values["failures"])
     if values["roles"]:
@@ -76,6 +77,7 @@ def _lines(values: dict[str, Any]) -> Iterator[str]:
         yield from _split(values["split"], values["max_staleness"])
     if values["goodput"]:
         yield from _goodput(values["goodput"])
+    yield from length_lines(values["lengths"])
     yield from _hours(values["hours"])
     yield from _restarts(values["restarts"])
     yield from _recoveries(values["restarts"])
@@ -118,21 +120,6 @@ def _waits(waits: Sequence[dict[str, Any]]) -> Iterator[str]:
     if rows:
         yield ""
         yield from aligned(_WAITS, rows)
-
-
-def _bottleneck(bottleneck: dict[str, Any] | None) -> Iterator[str]:
-    """Line about the role that delays the other one."""
-    if bottleneck is None:
-        return
-    role, busy, waiting = (bottleneck[name] for name in ("role", "busy_share", "waiting_share"))
-    if not role:
-        yield f"bottleneck: none; rollout and actor are both busy for {busy:.0%} of a step"
-        return
-    other = "actor" if role == "rollout" else "rollout"
-    yield (
-        f"bottleneck: {role}, busy for {busy:.0%} of a step; {other} waits for it "
-        f"{waiting:.0%} of its time"
-    )
 
 
 def _pace(pace: dict[str, Any]) -> Iterator[str]:
