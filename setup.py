@@ -93,6 +93,7 @@ setup(
         "relax_hpc.templates": ["*.j2"],
         "relax_hpc.configs": ["*/*.yaml", "models/*/config.json"],
         "relax_hpc.ops.observe": ["*.html", "*.css", "*.js"],
+        "relax_hpc.service.page": ["assets/*"],
     },
     include_package_data=False,
     install_requires=BASE,

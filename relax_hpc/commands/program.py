@@ -34,7 +34,7 @@ from relax_hpc.commands.config_commands import CONFIG_COMMANDS, findings_of
 from relax_hpc.commands.convert import CONVERT
 from relax_hpc.commands.queue import QUEUE
 from relax_hpc.commands.run_commands import RUN_COMMANDS
-from relax_hpc.commands.samples import SAMPLES
+from relax_hpc.commands.samples import PAGE, SAMPLES
 from relax_hpc.commands.sandbox import SANDBOX
 from relax_hpc.config.layer_validation import COMMAND_LINE, Mistake, near
 from relax_hpc.config.load import build, gather, resolve
@@ -304,6 +304,7 @@ COMMANDS: dict[str, Command | CommandGroup] = {
         for_others=True,
     ),
     "samples": SAMPLES,
+    "page": PAGE,
     "queue": QUEUE,
     "convert": CONVERT,
     "completion": Command(

@@ -1,4 +1,4 @@
-"""`relax-hpc samples`: options of the command that shows samples of the model."""
+"""`relax-hpc samples` and `relax-hpc page`: options of the commands that show a run to people."""
 
 from __future__ import annotations
 
@@ -96,5 +96,32 @@ SAMPLES = Command(
     "[--json | --html FILE | --replay ID]",
     _arguments,
     _samples,
+    for_others=True,
+)
+
+
+def _page_arguments(parser: ArgumentParser) -> None:
+    run_argument(parser)
+    parser.add_argument(
+        "--html",
+        default="",
+        metavar="FILE",
+        help="File to write. Default: in the working directory, with the name of the run "
+        "directory and .html.",
+    )
+
+
+def _page(arguments: dict[str, Any]) -> int:
+    from relax_hpc.service.page import command
+
+    return command.main(arguments["run"], arguments.get("html", ""))
+
+
+PAGE = Command(
+    "Write a page for a browser with the state, curves, events and newest samples of a run.",
+    "RUN [--html FILE]",
+    _page_arguments,
+    _page,
+    only_reads=True,
     for_others=True,
 )

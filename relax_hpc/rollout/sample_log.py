@@ -44,6 +44,9 @@ _MEMBER_BYTES = 8 << 20
 """Approximate bytes of text in one gzip member; more samples are written as several members."""
 _MAX_MEMBER_BYTES = 64 << 20
 """Most bytes that a reader unpacks from a member. A longer member is reported and left out."""
+_NEWEST_FILES = 16
+"""Files that `read_newest_samples` opens, at most. A run has one for each rollout rank and
+incarnation."""
 _MAX_SAMPLE_BYTES = 16 << 20
 """Most bytes of a sample. A reader leaves out a longer one."""
 
@@ -202,6 +205,55 @@ def read_samples(
                 yield from _samples(member)
         except ForeignFileError as error:
             complain(f"{path}: {error.strerror}; the samples that follow in it are left out")
+
+
+def read_newest_samples(
+    folder: Path, is_enough: Callable[[Sequence[Sample]], bool]
+) -> list[Sample]:
+    """The newest samples of each of the newest files in ``folder``, in no order.
+
+    ``is_enough``: whether these samples of a file suffice. A file is read from its end, so that
+    the time does not grow with the length of a run. Damaged parts and foreign files are left out.
+    """
+    paths = sorted(folder.glob(f"*{SUFFIX}"), key=_modified_at, reverse=True)
+    samples = list[Sample]()
+    for path in paths[:_NEWEST_FILES]:
+        newest = list[Sample]()
+        with contextlib.suppress(ForeignFileError):
+            for member in _members_backward(path):
+                newest += _samples(member)
+                if is_enough(newest):
+                    break
+        samples += newest
+    return samples
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _members_backward(path: Path) -> Iterator[bytes]:
+    """The content of each complete gzip member, the last one first. ForeignFileError: see
+    `_members`."""
+    try:
+        with (
+            open_in_run(path) as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            start = data.rfind(_MAGIC)
+            while start >= 0:
+                content, _ = _inflate(data, start, path)
+                if content is not None:
+                    yield content
+                start = data.rfind(_MAGIC, 0, start)
+    except ForeignFileError:
+        raise
+    except (OSError, ValueError):
+        # Removed, not readable, or empty.
+        return
 
 
 def _samples(member: bytes) -> Iterator[Sample]:

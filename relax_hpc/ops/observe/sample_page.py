@@ -20,22 +20,26 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 
 def render_page(head: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
     """The page of ``samples``; ``head``: {run, left_out}, texts at its top."""
-    folder = files(__package__)
-    style = (folder / "sample_page.css").read_text("utf-8")
-    script = (folder / "sample_page.js").read_text("utf-8")
-    text = (folder / "sample_page.html").read_text("utf-8")
+    style = read_asset("sample_page.css") + read_asset("sample_cards.css")
+    script = read_asset("sample_cards.js") + read_asset("sample_page.js")
+    text = read_asset("sample_page.html")
     data = {"about": head, "samples": [_without_recording(sample) for sample in samples]}
     sections = {
         "style": style,
         "script": script,
-        "style_hash": _hash(style),
-        "script_hash": _hash(script),
+        "style_hash": policy_hash(style),
+        "script_hash": policy_hash(script),
         # The data comes last, so that placeholders in it are not replaced.
         "data": embedded(data),
     }
     for name, section in sections.items():
         text = text.replace(f"{{{{{name}}}}}", section, 1)
     return text
+
+
+def read_asset(name: str) -> str:
+    """Text of a file beside this module. `sample_cards` are for every page that shows samples."""
+    return (files(__package__) / name).read_text("utf-8")
 
 
 def _without_recording(sample: dict[str, Any]) -> dict[str, Any]:
@@ -55,6 +59,6 @@ def embedded(value: Any) -> str:
     return text
 
 
-def _hash(text: str) -> str:
+def policy_hash(text: str) -> str:
     """Hash of an inline element, as a content security policy names it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -43,11 +43,16 @@ _PACE_STEPS = 20
 """Number of last steps over which the pace of a run is measured."""
 
 
-def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> dict[str, Any]:
+def status(
+    run: RunDir,
+    patience_s: float = 3.0,
+    slurm: Slurm | None = None,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Status of a run as JSON values. Unknown values are None or missing.
 
     ``patience_s``: time to wait for the hub; `hub` says whether it answered. ``slurm``: None skips
-    the query of jobs.
+    the query of jobs. ``rows``: of `read_metrics`, for a caller that has read them.
     """
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
@@ -74,7 +79,9 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
         "preparing": read_activity(run.preparing),
         "groups": groups,
     }
-    result |= _training(run, config, hub) | hub | {"weights": _weights(hub)}
+    if rows is None:
+        rows = read_metrics(run.root)
+    result |= _training(run, config, hub, rows) | hub | {"weights": _weights(hub)}
     result.setdefault("disk", [] if finished else _full_disk(run))
     result["unsaved"] = find_unsaved_work(config, hub.get("beats", {}), result["trained_steps"])
     result["without"] = _removed_engines(run, config, result["weights"])
@@ -101,9 +108,10 @@ def last_checkpoint(run: RunDir, config: Config) -> dict[str, Any] | None:
     return {"step": step, "path": str(path), "age_s": time.time() - times[path]}
 
 
-def _training(run: RunDir, config: Config, hub: dict[str, Any]) -> dict[str, Any]:
-    """Steps, pace and throughput, from the metrics file if the hub does not answer."""
-    all_rows = read_metrics(run.root)
+def _training(
+    run: RunDir, config: Config, hub: dict[str, Any], all_rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Steps, pace and throughput, from rows of metrics if the hub does not answer."""
     rows = [row for row in all_rows if is_step(row)]
     newest = rows[-1] if rows else {}
     trained = hub.get("trained_steps", newest["step"] + 1 if rows else 0)

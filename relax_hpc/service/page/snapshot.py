@@ -1,0 +1,73 @@
+"""Everything that the page shows, read from a run directory, during a run and after its end."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from relax_hpc.base.metrics.read import load_metrics
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.config import load_resolved
+from relax_hpc.ops.observe.sample_reading import valid_samples
+from relax_hpc.ops.observe.status import status
+from relax_hpc.rollout.sample_log import Sample, read_newest_samples
+from relax_hpc.service.page.events import recent_events
+from relax_hpc.service.page.state import describe_run, without_controls
+
+SAMPLES_OF_KIND = 12
+"""Samples of training on the page, and samples of evaluations, at most."""
+SAMPLE_BYTES = 4 << 20
+"""Bytes of all samples of the page, at most. Pictures take most of them."""
+_MAX_READ = 2000
+"""Samples of one file that are read, at most. Before a long evaluation, there may be older samples
+of training."""
+
+
+def take_snapshot(run: RunDir, slurm: Slurm | None = None) -> dict[str, Any]:
+    """{state, samples} of ``run``. ConfigError: there is no run."""
+    metrics = load_metrics(run.root)
+    run_status = status(run, slurm=slurm, rows=metrics.rows)
+    events = recent_events(run, load_resolved(run.root), run_status["groups"])
+    return {
+        "state": describe_run(run_status, metrics, events),
+        "samples": newest_samples(run),
+    }
+
+
+def newest_samples(run: RunDir) -> list[Sample]:
+    """The newest samples of training and of evaluations, newest first.
+
+    Their fates are unknown: those are in the journal, which is too long to be read for a page.
+    """
+    kinds: dict[bool, list[Sample]] = {False: [], True: []}
+    for sample in valid_samples(read_newest_samples(run.samples, _is_enough)):
+        kinds["eval" in sample].append(sample)
+    newest = list[Sample]()
+    for samples in kinds.values():
+        newest += heapq.nlargest(SAMPLES_OF_KIND, samples, key=_written_at)
+    return _within_limit(sorted(newest, key=_written_at, reverse=True))
+
+
+def _is_enough(samples: Sequence[Sample]) -> bool:
+    count = sum("eval" in sample for sample in samples)
+    has_both = min(count, len(samples) - count) >= SAMPLES_OF_KIND
+    return has_both or len(samples) >= _MAX_READ
+
+
+def _written_at(sample: Sample) -> float:
+    return sample["time"]
+
+
+def _within_limit(samples: Iterable[Sample]) -> list[Sample]:
+    """The first samples, with at most `SAMPLE_BYTES`, as a page shows them."""
+    shown, size = list[Sample](), 0
+    for sample in samples:
+        sample.pop("recording", None)
+        size += len(json.dumps(sample))
+        if size > SAMPLE_BYTES:
+            break
+        shown.append(without_controls(sample))
+    return shown
