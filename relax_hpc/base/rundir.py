@@ -298,8 +298,12 @@ class RunDir:
         return self.logs(group, incarnation) / f"{role}-rank-{rank}.log"
 
     def tracker_state(self, name: str) -> Path:
-        """Progress in metrics.jsonl of the tracker with the import path ``name``."""
+        """Progress in metrics.jsonl of the tracker ``name``."""
         return self.root / "trackers" / f"{name.replace(':', '.')}.json"
+
+    def tracker_follower(self, name: str) -> Path:
+        """Process of `relax-hpc track` for the tracker ``name``, and its failures."""
+        return self.tracker_state(name).with_suffix(".follower.json")
 
     def exit_mark(self, group: str, incarnation: int, role: str) -> Path:
         """Exit mark, which a role writes when it ends. Only this mark means success, because srun

@@ -230,6 +230,27 @@ def _attach(arguments: dict[str, Any]) -> int:
     return attach.main(run, group, **arguments)
 
 
+def _track_arguments(parser: ArgumentParser) -> None:
+    run_argument(parser)
+    parser.add_argument(
+        "--to",
+        metavar="TRACKER",
+        help="wandb, trackio, mlflow, or a class of yours as package.module:Class.",
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="End after the lines that exist now. Default: follow until the run ends.",
+    )
+
+
+def _track(arguments: dict[str, Any]) -> int:
+    from relax_hpc.ops import track
+
+    to = _required(arguments, "to", "a tracker: wandb, trackio, mlflow or package.module:Class")
+    return track.main(arguments["run"], to, arguments.get("once", False))
+
+
 def _list_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "folder",
@@ -311,6 +332,13 @@ RUN_COMMANDS = {
         "RUN [--now]",
         _stop_arguments,
         _stop,
+    ),
+    "track": Command(
+        "Send the metrics of a run to an experiment tracker. It can be started, ended and repeated "
+        "at any time.",
+        "RUN --to TRACKER [--once]",
+        _track_arguments,
+        _track,
     ),
     "list": Command(
         "List the runs in a folder. The exit code is the most severe one of all runs.",

@@ -22,7 +22,7 @@ OnFailure = Callable[[str, str, str, str, str], None]
 
 
 class TrackerProcess:
-    """Process of the tracker with the import path ``name``, which writes to ``log``."""
+    """Process of the tracker ``name``, which writes to ``log``."""
 
     def __init__(self, run: RunDir, name: str, log: Path) -> None:
         self.name = name

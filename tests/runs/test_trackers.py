@@ -164,7 +164,10 @@ def test_a_tracker_that_never_finishes_is_ended_and_reported(run: RunDir) -> Non
 @pytest.mark.parametrize(
     ("trackers", "says"),
     [
-        (["Recorder"], "metrics.trackers: found 'Recorder', allowed: package.module:Class"),
+        (
+            ["Recorder"],
+            "metrics.trackers: found 'Recorder', allowed: wandb, trackio, mlflow or package",
+        ),
         (["no_such:Tracker"], "metrics.trackers: 'no_such:Tracker': importing 'no_such' failed"),
         (
             ["pathlib:Path"],

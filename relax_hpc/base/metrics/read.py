@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -16,6 +17,7 @@ from relax_hpc.base.metrics.writer import METRICS_FILE, RESERVED
 
 _FILE_BYTES = 1 << 30
 """Bytes of a file of metrics, at most. A file of 100,000 steps has half as many."""
+_BLOCK_BYTES = 1 << 20
 _LARGEST = 2**53
 """Bound of steps and incarnations: larger integers have no exact float."""
 
@@ -61,6 +63,13 @@ def load_metrics(run_dir: Path) -> Metrics:
         lines, torn = parse_lines(_lines(path))
     except ForeignFileError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    metrics = merge_lines(lines)
+    metrics.torn = torn
+    return metrics
+
+
+def merge_lines(lines: list[dict[str, Any]]) -> Metrics:
+    """Merge the lines of a file of metrics, or of its beginning, as `load_metrics` describes."""
     cuts = [
         (line["incarnation"], number, line["step"])
         for number, line in enumerate(lines)
@@ -75,12 +84,8 @@ def load_metrics(run_dir: Path) -> Metrics:
             merged.setdefault(line["step"], {}).update(kept)
     rollbacks = [(incarnation, step) for incarnation, _, step in cuts]
     written = [line for line in lines if "event" not in line]
-    return Metrics(
-        rows=[merged[step] for step in sorted(merged)],
-        lines=written,
-        rollbacks=rollbacks,
-        torn=torn,
-    )
+    rows = [merged[step] for step in sorted(merged)]
+    return Metrics(rows=rows, lines=written, rollbacks=rollbacks)
 
 
 def tags_of(rows: Iterable[dict[str, Any]]) -> list[str]:
@@ -115,6 +120,16 @@ def _lines(path: Path) -> Iterator[bytes]:
                 errno.EFBIG, f"found {size} bytes, allowed for metrics: {_FILE_BYTES}", str(path)
             )
         yield from read_lines(file)
+
+
+def count_lines(path: Path, end: int) -> int:
+    """Number of lines that end before byte ``end`` of a file; 0 if there is no file."""
+    count = 0
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        while end > 0 and (block := file.read(min(end, _BLOCK_BYTES))):
+            count += block.count(b"\n")
+            end -= len(block)
+    return count
 
 
 def parse_lines(texts: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:

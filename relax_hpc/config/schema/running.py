@@ -192,10 +192,11 @@ class MetricsConfig:
     """Experiment trackers, in addition to metrics.jsonl and TensorBoard."""
 
     trackers: list[str] = field(default_factory=list)
-    """Import paths, `package.module:Class`, of classes derived from
-    `relax_hpc.base.metrics.trackers.Tracker`. Each receives every line of metrics.jsonl, in its own
-    process on the node of the hub. If one fails, this is reported once, and the run continues
-    without it."""
+    """`wandb`, `trackio`, `mlflow`, or import paths, `package.module:Class`, of classes derived
+    from `relax_hpc.base.metrics.trackers.Tracker`. Each receives every line of metrics.jsonl, in
+    its own process on the node of the hub. If one fails, this is reported once, and the run
+    continues without it. `relax-hpc track` does the same outside of the run, and repeats what
+    failed."""
     tracker_timeout_s: float = bounded(60.0, 0.1)
     """Seconds for one call of a tracker, such as the report of one step. A tracker that takes
     longer has failed."""

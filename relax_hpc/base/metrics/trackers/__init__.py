@@ -1,15 +1,17 @@
 """Experiment trackers: each receives every line of metrics.jsonl, in a separate process.
 
-`metrics.trackers` names classes derived from `Tracker` by import path. A tracker never delays a
-run: the hub writes metrics.jsonl, and the process of the tracker reads it. If a tracker raises,
-ends its process or takes too long, the hub reports that once and continues without it.
+`metrics.trackers` and `relax-hpc track` name trackers: a service of `SERVICES`, or a class derived
+from `Tracker` by its import path. A tracker never delays a run: the hub writes metrics.jsonl, and
+the process of the tracker reads it. If a tracker raises, ends its process or takes too long, the
+hub reports that once and continues without it, and `relax-hpc track` starts it again.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from relax_hpc.base.error_origin import describe_with_location
 from relax_hpc.base.errors import ConfigError
@@ -17,9 +19,16 @@ from relax_hpc.base.plugins import load_plugin
 
 KEY = "metrics.trackers"
 """Setting that names trackers."""
+SERVICES = {
+    "wandb": "relax_hpc.base.metrics.trackers.wandb_tracker:WandbTracker",
+    "trackio": "relax_hpc.base.metrics.trackers.trackio_tracker:TrackioTracker",
+    "mlflow": "relax_hpc.base.metrics.trackers.mlflow_tracker:MlflowTracker",
+}
+"""Short name of a service -> import path of its tracker."""
 CALLED_WITH = {
     "log": ("step", "values", "time"),
     "rolled_back": ("step",),
+    "flush": (),
     "finish": (),
 }
 """Method of a tracker -> its arguments."""
@@ -32,6 +41,12 @@ class Tracker:
     continues after the last line that the previous one has logged. A line that was being logged
     when the hub was killed is logged again.
     """
+
+    package: ClassVar[str] = ""
+    """Module that the tracker imports and relax_hpc does not install; empty: none."""
+    line_number = 0
+    """Number of lines in metrics.jsonl before the one of the present call. It is the same if the
+    line is logged again, so that a service can recognise it."""
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
         """Keep the arguments.
@@ -61,6 +76,12 @@ class Tracker:
         The default does nothing.
         """
 
+    def flush(self) -> None:
+        """Make the logged lines durable. After this call they are not logged again.
+
+        The default does nothing: `log` itself has stored the values.
+        """
+
     def finish(self) -> None:
         """Write pending data. The hub ends; it may start again later.
 
@@ -69,28 +90,39 @@ class Tracker:
         """
 
 
-def tracker_class(name: str) -> type[Tracker]:
-    """Class of the tracker with the import path ``name``.
+def tracker_class(name: str, key: str = KEY) -> type[Tracker]:
+    """Class of the tracker ``name``: a service of `SERVICES`, or an import path.
+
+    Args:
+        name: the name.
+        key: the setting or option that has it, for messages.
 
     Raises:
-        ConfigError: there is no such class, or it is not derived from `Tracker`.
+        ConfigError: there is no such class, it is not derived from `Tracker`, or its package is
+            not installed.
     """
-    if ":" not in name:
-        raise ConfigError(f"{KEY}: found {name!r}, allowed: package.module:Class")
-    tracker: Any = load_plugin(KEY, name, {})
+    if ":" not in name and name not in SERVICES:
+        allowed = f"{', '.join(SERVICES)} or package.module:Class"
+        raise ConfigError(f"{key}: found {name!r}, allowed: {allowed}")
+    tracker: Any = load_plugin(key, name, SERVICES)
     if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
         raise ConfigError(
-            f"{KEY}: {name!r}: found no class derived from relax_hpc.base.metrics.trackers.Tracker"
+            f"{key}: {name!r}: found no class derived from relax_hpc.base.metrics.trackers.Tracker"
         )
     if tracker.log is Tracker.log:
         raise ConfigError(
-            f"{KEY}: {name!r}: found no method log; define log(self, step, values, time)"
+            f"{key}: {name!r}: found no method log; define log(self, step, values, time)"
+        )
+    if tracker.package and importlib.util.find_spec(tracker.package) is None:
+        raise ConfigError(
+            f"{key}: {name!r}: the package {tracker.package} is not installed; "
+            f"pip install {tracker.package}"
         )
     return tracker
 
 
 def make_tracker(name: str, run_dir: Path, settings: Mapping[str, Any]) -> Tracker:
-    """Tracker with the import path ``name``.
+    """Tracker with the name ``name``, see `tracker_class`.
 
     Raises:
         ConfigError: there is no such class, or its constructor fails.

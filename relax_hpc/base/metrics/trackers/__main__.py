@@ -1,4 +1,5 @@
-"""`python -m relax_hpc.base.metrics.trackers`: the process of one tracker, which the hub starts.
+"""`python -m relax_hpc.base.metrics.trackers`: the process of one tracker, which the hub or
+`relax-hpc track` starts.
 
 It follows metrics.jsonl until its standard input is closed, then logs the remaining lines and
 finishes the tracker. If the tracker fails, it writes the reason to standard output as one JSON
@@ -25,7 +26,7 @@ from typing import Any
 from relax_hpc.base.error_origin import ErrorOrigin, describe_error, format_stack, locate_error
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.base.log_rotation import LogRotator, find_own_log
-from relax_hpc.base.metrics.read import parse_lines
+from relax_hpc.base.metrics.read import count_lines, parse_lines
 from relax_hpc.base.metrics.trackers import Tracker, make_tracker
 from relax_hpc.base.metrics.writer import RESERVED
 from relax_hpc.base.rundir import RunDir, read_map, write_json
@@ -50,9 +51,11 @@ class Follower:
         self._path = run.metrics
         self._state = run.tracker_state(name)
         self._offset = max(0, read_map(self._state, offset=int).get("offset", 0))
+        self._line_number = count_lines(self._path, self._offset)
 
-    def read(self) -> list[dict[str, Any]]:
-        """The next lines that are complete; empty: there are none yet."""
+    def read(self) -> list[tuple[int, dict[str, Any]]]:
+        """The next lines that are complete, each with its number in the file; empty: there are
+        none yet."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -62,10 +65,13 @@ class Follower:
         complete = block[: block.rfind(b"\n") + 1]
         if not complete and len(block) == _BLOCK_BYTES:
             complete = block  # No line of metrics is so long: skip it.
+        numbered = list[tuple[int, dict[str, Any]]]()
+        for number, text in enumerate(complete.split(b"\n"), start=self._line_number):
+            numbered += [(number, line) for line in parse_lines([text])[0]]
         self._offset += len(complete)
-        lines, _ = parse_lines(complete.splitlines())
+        self._line_number += complete.count(b"\n")
         # A block with only incomplete lines must not end the reading of later blocks.
-        return lines if lines or not complete else self.read()
+        return numbered if numbered or not complete else self.read()
 
     def store(self) -> None:
         """Store the offset of the logged lines for the next process of this tracker."""
@@ -109,9 +115,12 @@ def follow(tracker: Tracker, follower: Follower, watchdog: Watchdog) -> None:
         # The hub writes nothing to standard input: it can be read once it is closed.
         is_last = bool(select.select([0], [], [], LOOK_S)[0])
         while lines := follower.read():
-            for line in lines:
+            for number, line in lines:
                 with watchdog.watching():
+                    tracker.line_number = number
                     _log(tracker, line)
+            with watchdog.watching():
+                tracker.flush()
             follower.store()
     with watchdog.watching():
         tracker.finish()
@@ -137,7 +146,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m relax_hpc.base.metrics.trackers", description=__doc__
     )
     parser.add_argument("--run_dir", type=Path, required=True)
-    parser.add_argument("--name", required=True, help="import path of the tracker")
+    parser.add_argument("--name", required=True, help="name of the tracker")
     return parser.parse_args(argv)
 
 
@@ -162,7 +171,9 @@ def main(argv: list[str] | None = None) -> int:
             tracker = make_tracker(args.name, run.root, to_dict(config))
         follow(tracker, Follower(run, args.name), watchdog)
     except (Exception, SystemExit) as error:  # a user's class may raise anything, and end itself
-        traceback.print_exc()
+        # The log may be on a full disk, which is the failure to report.
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         cause = error.__cause__ if isinstance(error, RelaxError) and error.__cause__ else error
         _report(report, describe_error(error), locate_error(cause))
         return 1
@@ -172,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     # Threads of a failed tracker do not keep the process.
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
