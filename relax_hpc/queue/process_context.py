@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_hpc.base.log_rotation import LogRotator
+from relax_hpc.base.metrics.resource_sampler import ResourceSampler
 from relax_hpc.base.metrics.spans import Spans
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
@@ -42,6 +43,8 @@ class Context:
     """Wall-clock time at which the allocation ends; None: it has no end."""
     log_rotator: LogRotator | None = None
     """Truncates the logs of this process and of its children."""
+    resources: ResourceSampler | None = None
+    """Sampler of this rank's processes, whose newest values are in every report."""
     has_worked: bool = False
     """Whether this rank has trained a step. The hub knows what other roles have done."""
 
@@ -65,4 +68,6 @@ class Context:
         """Send metrics of ``step`` and the seconds by kind since the last report, without waiting
         for an answer."""
         assert self.client is not None
+        if self.resources:
+            values = values | self.resources.metrics()
         self.client.status.report(self.role, step, values, self.spans.take())

@@ -102,7 +102,9 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
         if not controller.run(run, config, args.incarnation, stop):
             raise StoppedError("asked to stop before the run was finished")
         return
+    from relax_hpc.base.metrics.resource_sampler import ResourceSampler
     from relax_hpc.base.metrics.spans import Spans, process_start_time
+    from relax_hpc.config.gpus import gpu_vendor
     from relax_hpc.net.rendezvous.network import own_address
     from relax_hpc.net.rendezvous.roster import GroupCard, publish_card
     from relax_hpc.net.rendezvous.visible_gpus import check_visible_gpus
@@ -141,6 +143,14 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
     if world.is_leader and args.group != "hub":
         publish_card(run, GroupCard(args.group, args.incarnation, world.cards))
     spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role, began)
+    resources = ResourceSampler(
+        logs,
+        args.role,
+        world.rank,
+        config.metrics.resources_s,
+        gpu_vendor(config) if world.local_rank == 0 and config.model.device == "cuda" else None,
+        gathers=world.is_leader and world.size > 1,
+    )
     context = Context(
         run,
         config,
@@ -153,6 +163,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
         stop,
         deadline=args.deadline,
         log_rotator=log_rotator,
+        resources=resources,
     )
     if client:
         client.beat.busy, client.beat.loads = spans.longest_work_s, spans.is_starting
@@ -170,6 +181,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
             raise_programming_error(error, config, args.role)
         raise
     finally:
+        resources.close()
         spans.close()
         if client:
             client.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from relax_hpc.base.metrics.first_failures import FailureWriter, FirstFailure
 from relax_hpc.base.metrics.length_counts import LENGTHS
 from relax_hpc.base.metrics.progress import Progress
 from relax_hpc.base.metrics.read import is_step, read_metrics
+from relax_hpc.base.metrics.resource_samples import RESOURCES
 from relax_hpc.base.metrics.shares import tags_of_time
 from relax_hpc.base.metrics.writer import (
     CACHED,
@@ -66,6 +67,8 @@ class Board:
         self._scores: dict[str, float] = {}
         self._shown: Counter[int] = Counter()
         self._failures = FailureWriter(run_dir)
+        self.own_metrics: Callable[[], dict[str, float]] = dict
+        """Metrics of the hub's process itself."""
 
     def report(
         self, role: str, step: int, values: dict[str, float], seconds: dict[str, float]
@@ -80,7 +83,10 @@ class Board:
             self._seconds[role][kind] += spent_s
         if role in self.state.plan.trainers and role != POLICY:
             values = {
-                f"trainer/{role}_{tag.replace('/', '_')}": value for tag, value in values.items()
+                tag
+                if tag.startswith(RESOURCES)
+                else f"trainer/{role}_{tag.replace('/', '_')}": value
+                for tag, value in values.items()
             }
         for tag, value in values.items():
             self._values[tag] = self._values[tag] + value if tag.startswith(_SUMMED) else value
@@ -110,7 +116,7 @@ class Board:
         self.writer.tensorboard.configured(settings_of(config), [objective, *scores])
 
     def _write(self, step: int) -> None:
-        values = dict(self._values) | self._shares() | self._queue()
+        values = dict(self._values) | self._shares() | self._queue() | self.own_metrics()
         generating = self._seconds["rollout"].get("generate", 0.0)
         if generating:
             values["perf/rollout_tokens_per_s"] = (

@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 
 from relax_hpc.base.disk_waits import WriteRetry
+from relax_hpc.base.metrics.resource_sampler import ResourceSampler
 from relax_hpc.base.rundir import RunDir, sync_directory, write_json
+from relax_hpc.config.groups import CONTROLLER
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.network import own_address
 from relax_hpc.net.rendezvous.process import SignalFlag
@@ -59,6 +61,8 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -
     board = Board(directory.root, incarnation, config.steps, controller.state)
     board.log_settings(config)
     logs = directory.logs("hub", incarnation)
+    resources = ResourceSampler(logs, CONTROLLER, 0, config.metrics.resources_s)
+    board.own_metrics = resources.metrics
     trackers = TrackerProcesses(directory, config.metrics.trackers, logs, board.note_first_failure)
     unmarked = WriteRetry(directory.finished)
     controller.service.on_report = board.report
@@ -82,6 +86,7 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -
 
     controller.serve(until=should_end)
     controller.close()
+    resources.close()
     trackers.close(_TRACKERS_SHARE * config.liveness.stop_timeout_s)
     board.close()
     return controller.state.progress.finished()

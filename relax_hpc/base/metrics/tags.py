@@ -43,6 +43,7 @@ TAG_GROUPS = (
     TagGroup(
         "lengths", "Episodes by the number of tokens that the policy sampled; not in TensorBoard"
     ),
+    TagGroup("resources", "Processes and GPUs of each role, at the last sample"),
     TagGroup("trainer", "Last step of trainers other than the actor"),
 )
 """Groups of tags, the most important first."""
@@ -171,6 +172,18 @@ TAGS = {
     "tokens and more than the next smaller number; over: longer than rollout.max_new_tokens; "
     "tokens: sum of their tokens. Filtered and failed ones count too",
     "lengths/trained_<tokens>": "the same of the episodes that were trained on",
+    "resources/<role>_cores": "CPU cores that the role's processes use, on all nodes",
+    "resources/<role>_memory_bytes": "resident memory of these processes; memory that several of "
+    "them share counts for each",
+    "resources/<role>_processes": "number of these processes",
+    "resources/<role>_threads": "number of their threads",
+    "resources/<role>_descriptors": "number of their open files and sockets",
+    "resources/<role>_gpu_utilization": "share of the time in which a kernel ran, mean of the "
+    "role's GPUs",
+    "resources/<role>_gpu_power_w": "power of these GPUs, watts",
+    "resources/<role>_gpu_memory_bytes": "used memory of these GPUs, of all processes on them",
+    "resources/<role>_gpu_errors": "errors that the driver reported since the start of the "
+    "incarnation (XID)",
     "trainer/<role>_<name>": "value of the metric for this role, such as loss_grad_norm or "
     "perf_unsaved_steps",
     "queue/<what>_<reason>": "other failures since the begin of the run: bad lines of prompt "

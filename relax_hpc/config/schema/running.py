@@ -189,7 +189,8 @@ class SamplesConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MetricsConfig:
-    """Experiment trackers, in addition to metrics.jsonl and TensorBoard."""
+    """Experiment trackers, in addition to metrics.jsonl and TensorBoard, and samples of
+    resources."""
 
     trackers: list[str] = field(default_factory=list)
     """`wandb`, `trackio`, `mlflow`, or import paths, `package.module:Class`, of classes derived
@@ -200,6 +201,9 @@ class MetricsConfig:
     tracker_timeout_s: float = bounded(60.0, 0.1)
     """Seconds for one call of a tracker, such as the report of one step. A tracker that takes
     longer has failed."""
+    resources_s: float = bounded(15.0, 0.0)
+    """Seconds between two samples of CPU time, memory, threads, descriptors and GPUs of every
+    process. With 0 none are taken."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from relax_hpc.cluster.supervise.incarnations import (
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.roles import ROLES
 from relax_hpc.ops.observe.bottleneck import bottleneck_sentence
+from relax_hpc.ops.observe.cost import measure_cost
 from relax_hpc.ops.observe.gpu_hours import spent_hours
 from relax_hpc.ops.observe.length_comparison import compare_lengths
 from relax_hpc.ops.observe.recovery import measure_recovery
@@ -82,6 +83,7 @@ def report(
         "goodput": _goodput(run, metrics, config, section, wall_s),
         "lengths": compare_lengths(metrics, section.first, section.last),
         "hours": spent_hours(unit_of(config), incarnations, all_restarts, window),
+        "cost": measure_cost(run, config, incarnations, window, _rows_of(metrics, section)),
         "restarts": [
             _restart(restart, workers) for restart in all_restarts if _overlaps(restart.gap, window)
         ],
@@ -274,6 +276,15 @@ def _goodput(
         "trained_samples": len(rows) * samples,
         "dropped_samples": _dropped(run, metrics.rows, first, last),
     }
+
+
+def _rows_of(metrics: Metrics, section: _Section) -> list[dict[str, Any]]:
+    """Metrics of the steps and evaluations of a section."""
+    first, last = section.first, section.last
+    if first is None or last is None:
+        return []
+    # The version after the last step, too.
+    return [row for row in metrics.rows if first <= row["step"] <= last + 1]
 
 
 def _dropped(run: RunDir, rows: Sequence[dict[str, Any]], first: int, last: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import Any
 from relax_hpc.base.errors import EXIT_DONE
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.terminal_text import escape_line
+from relax_hpc.ops.observe.cost_view import cost_lines
 from relax_hpc.ops.observe.length_comparison import length_lines
 from relax_hpc.ops.observe.recovery import PARTS
 from relax_hpc.ops.observe.report import report
@@ -79,6 +80,7 @@ def _lines(values: dict[str, Any]) -> Iterator[str]:
         yield from _goodput(values["goodput"])
     yield from length_lines(values["lengths"])
     yield from _hours(values["hours"])
+    yield from cost_lines(values["cost"])
     yield from _restarts(values["restarts"])
     yield from _recoveries(values["restarts"])
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 from ..version_numbers import parse_version
 from .cuda_compat import VARIABLE, find_cuda_compat, forbidden_reason
-from .vendor import CompatDriver, Driver, GpuMemory, GpuVendor, path_exists, read_text
+from .nvml import open_nvml
+from .vendor import (
+    CompatDriver,
+    Driver,
+    GpuMemory,
+    GpuSensors,
+    GpuVendor,
+    path_exists,
+    read_text,
+)
 
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """CUDA's major version -> the oldest branch of the driver that runs it.
@@ -116,6 +125,9 @@ class Nvidia(GpuVendor):
                 index, uuid, total, used = (field.strip() for field in line.split(","))
                 gpus.append(GpuMemory(index, uuid, int(total), int(used)))
         return gpus
+
+    def open_sensors(self) -> "GpuSensors | None":
+        return open_nvml()
 
     def oldest_driver(self, release: str) -> int:
         major = release.split(".")[0]

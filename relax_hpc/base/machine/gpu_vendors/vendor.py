@@ -62,6 +62,33 @@ class VisibleGpus(NamedTuple):
     """Numbers or UUIDs; empty: no GPU."""
 
 
+class GpuReading(NamedTuple):
+    """State of one GPU. None: the driver does not report the value."""
+
+    number: str
+    uuid: str
+    utilization: "float | None"
+    """Share of the last moments in which a kernel ran."""
+    power_w: "float | None"
+    energy_j: "float | None"
+    """Energy since the driver was loaded."""
+    memory_used_bytes: "int | None"
+    memory_total_bytes: "int | None"
+    errors: "tuple[int, ...]" = ()
+    """Codes of the errors that the driver has reported since the last reading (NVIDIA: XID)."""
+
+
+class GpuSensors:
+    """Sensors of all GPUs that this process may see."""
+
+    def read(self) -> "list[GpuReading]":
+        """State of each GPU. NoGpuAnswer: the driver failed. It may hang."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release the driver's library."""
+
+
 class NoGpuAnswer(Exception):
     """The vendor's tool did not answer, or its answer cannot be read. The text names the tool."""
 
@@ -119,6 +146,10 @@ class GpuVendor:
     def parse_memory(self, output: str) -> "list[GpuMemory]":
         """GPUs in the output of `smi`. ValueError, LookupError or TypeError: it cannot be read."""
         raise NotImplementedError
+
+    def open_sensors(self) -> "GpuSensors | None":
+        """Sensors of the GPUs; None: there are none, or no library reads them. It may hang."""
+        return None
 
     def visible_gpus(self, environment: "Mapping[str, str]") -> "VisibleGpus | None":
         """GPUs that the variables in ``environment`` leave visible; None: all."""
