@@ -26,10 +26,14 @@ from relax_hpc.service.live_run import HubAwayError, LiveRun
 
 LIVE = web.AppKey("live", LiveRun)
 LIMITS = web.AppKey("limits", HttpLimits)
+TOKEN = web.AppKey("token", bytes)
 MEMBER = web.RequestKey("member_token", MemberToken)
 """Key of a request: the MemberToken with which it came. The token of the run has none."""
 PUBLIC = ("/health",)
 """Paths that need no token."""
+PAGE = "/page"
+"""Path of the page, and beginning of its other paths. Its handlers check the session of the
+browser (`page/session.py`)."""
 MEMBER_PATHS = ("/members/", "/versions")
 """Beginnings of paths that a token of a member process may use, except `ADMIN_PATHS`."""
 ADMIN_PATHS = ("/members/tokens",)
@@ -107,7 +111,7 @@ def make_app(
         return await guard.handle(request, handler)
 
     app = web.Application(middlewares=[check], client_max_size=live.config.service.max_body)
-    app[LIVE], app[LIMITS] = live, limits
+    app[LIVE], app[LIMITS], app[TOKEN] = live, limits, token.encode()
     app.add_routes([web.get("/health", health), web.get("/openapi.json", openapi), *routes])
     return app
 
@@ -138,7 +142,8 @@ class _Guard:
         return response
 
     async def _respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in PUBLIC:
+        is_of_page = request.path == PAGE or request.path.startswith(f"{PAGE}/")
+        if request.path not in PUBLIC and not is_of_page:
             try:
                 self._check_token(request)
             except ApiError as error:

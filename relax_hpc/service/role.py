@@ -17,6 +17,7 @@ from relax_hpc.roles.event_loop import run_until_stopped
 from relax_hpc.service.address import ServiceAddress, make_token, publish_address, read_address
 from relax_hpc.service.app import Server, make_app
 from relax_hpc.service.live_run import LiveRun
+from relax_hpc.service.page import routes as page
 
 _REPORT_S = 5.0
 """Seconds between two reports of refused requests."""
@@ -54,7 +55,7 @@ def run(context: Context) -> None:
 
 def all_routes(live: LiveRun) -> list[web.AbstractRouteDef]:
     """Routes of all parts of the service."""
-    return []
+    return [*page.routes(live)]
 
 
 @contextlib.asynccontextmanager

@@ -48,17 +48,21 @@ def status(
     patience_s: float = 3.0,
     slurm: Slurm | None = None,
     rows: Sequence[Mapping[str, Any]] | None = None,
+    hub: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Status of a run as JSON values. Unknown values are None or missing.
 
     ``patience_s``: time to wait for the hub; `hub` says whether it answered. ``slurm``: None skips
-    the query of jobs. ``rows``: of `read_metrics`, for a caller that has read them.
+    the query of jobs. For a caller that knows them: ``rows``, of `read_metrics`, and ``hub``, the
+    answer of the hub, empty if it does not answer.
     """
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     config = load_resolved(run.root)
     finished, stop = run.finished.exists(), read_stop_request(run)
-    hub = {} if finished else _query_hub(run, config, patience_s)
+    if hub is None:
+        hub = {} if finished else _query_hub(run, config, patience_s)
+    hub = dict(hub)
     jobs, squeue_answers = _jobs(run, config, slurm)
     groups = {
         name: group_status(run, config, name, hub, jobs, squeue_answers, bool(stop))

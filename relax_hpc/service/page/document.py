@@ -38,13 +38,14 @@ def render_document(data: dict[str, Any]) -> str:
     return text
 
 
-def render_login(message: str = "") -> str:
-    """The form for the token. ``message``: why it is shown again."""
+def render_login(action: str, message: str = "") -> str:
+    """The form for the token, which is sent to ``action``. ``message``: why it is shown again."""
     style = _asset("page.css")
     text = _asset("login.html")
     sections = {
         "policy": _policy([style], [], is_live=True),
         "style": style,
+        "action": html.escape(action),
         "message": html.escape(message),
     }
     for name, section in sections.items():

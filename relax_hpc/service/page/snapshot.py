@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from relax_hpc.base.metrics.read import load_metrics
@@ -13,6 +13,7 @@ from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.config import load_resolved
 from relax_hpc.ops.observe.sample_reading import valid_samples
 from relax_hpc.ops.observe.status import status
+from relax_hpc.queue.operations import ExternalEngine, Operation
 from relax_hpc.rollout.sample_log import Sample, read_newest_samples
 from relax_hpc.service.page.events import recent_events
 from relax_hpc.service.page.state import describe_run, without_controls
@@ -28,13 +29,24 @@ of training."""
 
 def take_snapshot(run: RunDir, slurm: Slurm | None = None) -> dict[str, Any]:
     """{state, samples} of ``run``. ConfigError: there is no run."""
+    return {"state": take_state(run, slurm), "samples": newest_samples(run)}
+
+
+def take_state(
+    run: RunDir,
+    slurm: Slurm | None = None,
+    hub: Mapping[str, Any] | None = None,
+    operations: Sequence[Operation] = (),
+    external: Sequence[ExternalEngine] = (),
+) -> dict[str, Any]:
+    """State of ``run``, see `describe_run`. ConfigError: there is no run.
+
+    ``hub``: its status as a message, empty if it does not answer; None: it is asked.
+    """
     metrics = load_metrics(run.root)
-    run_status = status(run, slurm=slurm, rows=metrics.rows)
+    run_status = status(run, slurm=slurm, rows=metrics.rows, hub=hub)
     events = recent_events(run, load_resolved(run.root), run_status["groups"])
-    return {
-        "state": describe_run(run_status, metrics, events),
-        "samples": newest_samples(run),
-    }
+    return describe_run(run_status, metrics, events, operations, external)
 
 
 def newest_samples(run: RunDir) -> list[Sample]:

@@ -16,6 +16,7 @@ from relax_hpc.base.terminal_text import escape_controls
 from relax_hpc.base.versions import Version
 from relax_hpc.cluster.supervise.unsaved_work import describe_unsaved_work
 from relax_hpc.ops.observe.status_view import duration
+from relax_hpc.queue.operations import JOINING, ExternalEngine, Operation
 from relax_hpc.service.page.curves import GENERATING, READY, STALENESS, Row, make_charts
 
 _GOOD = {"running", "done", "finished", "active", "completed"}
@@ -29,12 +30,13 @@ def describe_run(
     status: Mapping[str, Any],
     metrics: Metrics,
     events: Sequence[Mapping[str, Any]],
-    operations: Sequence[Mapping[str, Any]] = (),
+    operations: Sequence[Operation] = (),
+    external: Sequence[ExternalEngine] = (),
 ) -> dict[str, Any]:
     """State of a run.
 
-    ``status``: see `relax_hpc.ops.observe.status`. ``operations``: open ones and the newest
-    finished ones.
+    ``status``: see `relax_hpc.ops.observe.status`. ``operations``: unfinished ones. ``external``:
+    engines that were started elsewhere.
     """
     rows = metrics.rows
     state = {
@@ -46,8 +48,8 @@ def describe_run(
         "waits": _shares(status["shares"]),
         "queue": _queue(status, rows),
         "groups": _groups(status),
-        "engines": _engines(status),
-        "operations": _operations(operations),
+        "engines": _engines(status, external),
+        "operations": _operations(operations, status["time"]),
         "events": list(events),
     }
     return without_controls(state)
@@ -77,14 +79,12 @@ def tone_of(state: str) -> str:
 
 
 def _describe_head(status: Mapping[str, Any]) -> dict[str, Any]:
-    stop = status["stop"]
     return {
         "name": status["name"],
         "folder": status["run_dir"],
         "layout": status["layout"],
         "state": status["state"],
         "tone": tone_of(status["state"]),
-        "reason": " ".join(stop["reason"].split()) if stop else "",
         "time": status["time"],
     }
 
@@ -96,8 +96,7 @@ def _figures(status: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, s
     def add(name: str, value: str, note: str = "") -> None:
         figures.append({"name": name, "value": value, "note": note})
 
-    is_running = status["state"] == "running"
-    if is_running:
+    if status["state"] == "running" and status["eta_s"] is not None:
         add("Time to go", duration(status["eta_s"]), "estimate")
     if status["reward"] is not None:
         add("Reward", f"{status['reward']:.3f}", "mean of the newest step")
@@ -123,25 +122,31 @@ def _newest(rows: Sequence[Row], tag: str) -> float | None:
     return None
 
 
-def _notices(status: Mapping[str, Any]) -> list[str]:
-    """Problems that a person should know first."""
-    notices = []
-    for wait in status["waits"]:
-        notices.append(
-            f"The run waits for {wait['group']}, which {wait['why']}, since "
-            f"{duration(wait['since_s'])}; it fails in {duration(wait['left_s'])}."
-        )
+def _notices(status: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What a person should know first: {text, tone}. Problems come before waits."""
+    problems, waits = list[str](), list[str]()
+    reason = " ".join(status["stop"]["reason"].split()) if status["stop"] else ""
+    if reason:
+        problems.append(f"{status['state']}: {reason}")
     if status.get("unsaved"):
-        notices.append(f"Checkpoint: {describe_unsaved_work(status['unsaved'])}")
+        problems.append(f"Checkpoint: {describe_unsaved_work(status['unsaved'])}")
     for disk in status.get("disk", ()):
-        notices.append(f"Disk: {disk['who']}: {describe_wait(disk)}")
+        problems.append(f"Disk: {disk['who']}: {describe_wait(disk)}")
     if status.get("nothing_learned"):
-        notices.append(f"Nothing was learned in the last step: {status['nothing_learned']}")
-    if status["preparing"]:
-        notices.append(f"Preparing: {status['preparing']}")
+        problems.append(f"Nothing was learned in the last step: {status['nothing_learned']}")
     if status["state"] == "running" and not status["hub"]:
-        notices.append("The hub does not answer. Values are those of files.")
-    return notices
+        problems.append("The hub does not answer. Values are those of files.")
+    if status["preparing"]:
+        waits.append(f"Preparing: {status['preparing']}")
+    for wait in status["waits"]:
+        waits.append(
+            f"Waits for {wait['group']}, which {wait['why']}: {duration(wait['since_s'])} so far; "
+            f"fails in {duration(wait['left_s'])}."
+        )
+    return [
+        *({"text": text, "tone": "bad"} for text in problems),
+        *({"text": text, "tone": "busy"} for text in waits),
+    ]
 
 
 def _shares(shares: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,33 +242,47 @@ def _duration(seconds: float | None) -> str:
     return "" if seconds is None else duration(seconds)
 
 
-def _engines(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Engines: those that serve, and those that were removed."""
+def _engines(status: Mapping[str, Any], external: Sequence[ExternalEngine]) -> dict[str, Any]:
+    """Engines: those that serve, those that were removed, and those that were started elsewhere."""
     weights, removed = status.get("weights") or {}, status.get("without") or {}
     served = weights.get("served", {})
     newest = Version.parse(weights["newest"]).number if weights else 0
+    # State and note of each engine.
+    states = dict.fromkeys(served, ("active", ""))
+    states |= {name: (state, "removed (rollout.without)") for name, state in removed.items()}
+    for engine in external:
+        state = f"{engine.state}: {engine.phase}" if engine.state == JOINING else engine.state
+        note = " ".join(filter(None, (engine.url or engine.member, engine.reason, engine.detail)))
+        states[engine.name] = (state, note)
     rows = []
-    for name, version in served.items():
-        state = removed.get(name, "active")
-        lag = newest - Version.parse(version).number
-        rows.append((tone_of(state), [name, state, version, str(lag), ""]))
-    for name, state in removed.items():
-        if name not in served:
-            rows.append((tone_of(state), [name, state, "", "", "removed (rollout.without)"]))
+    for name, (state, note) in states.items():
+        version = served.get(name, "")
+        lag = str(newest - Version.parse(version).number) if version else ""
+        rows.append((tone_of(state), [name, state, version, lag, note]))
     return make_table(["engine", "state", "version", "versions behind", "note"], rows)
 
 
-def _operations(operations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Scaling operations, newest first."""
+def _operations(operations: Sequence[Operation], now: float) -> dict[str, Any]:
+    """Unfinished scaling operations. ``now``: wall-clock seconds."""
     rows = []
     for operation in operations:
-        text = " ".join(filter(None, (operation.get("reason"), operation.get("detail"))))
-        cells = [
-            operation["id"],
-            operation["kind"].replace("_", " "),
-            operation["state"],
-            ", ".join(operation.get("engines") or ()),
-            text,
+        jobs = [
+            f"job {job}{_start_of(operation, group, now)}" for group, job in operation.jobs.items()
         ]
-        rows.append((tone_of(operation["state"]), cells))
-    return make_table(["operation", "kind", "state", "engines", "detail"], rows)
+        cells = [
+            operation.id,
+            operation.kind.replace("_", " "),
+            operation.state,
+            ", ".join(operation.engines),
+            duration(now - operation.created_at),
+            duration(operation.deadline_at - now),
+            "; ".join(filter(None, (operation.reason, operation.detail, *jobs))),
+        ]
+        rows.append((tone_of(operation.state), cells))
+    columns = ["operation", "kind", "state", "engines", "age", "time left", "detail"]
+    return make_table(columns, rows)
+
+
+def _start_of(operation: Operation, group: str, now: float) -> str:
+    start = operation.expected_start.get(group)
+    return f", expected to start in {duration(start - now)}" if start else ""

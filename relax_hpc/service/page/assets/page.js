@@ -193,8 +193,11 @@ function showState(state) {
   const share = progress.steps ? Math.min(1, progress.trained / progress.steps) : 0;
   field("bar").style.width = `${100 * share}%`;
   field("steps").textContent = `step ${progress.trained.toLocaleString("en")} of ${progress.steps.toLocaleString("en")} \u00b7 ${Math.floor(100 * share)} %`;
-  const notices = [...(run.reason ? [`${run.state}: ${run.reason}`] : []), ...state.notices];
-  field("notices").replaceChildren(...notices.map((text) => element("li", "", text)));
+  field("notices").replaceChildren(...state.notices.map((notice) => {
+    const item = element("li", notice.tone);
+    item.append(element("span", "", notice.text));
+    return item;
+  }));
   showFigures("figures", state.figures);
   showCharts(state.charts);
   showWaits(state.waits);
