@@ -9,6 +9,7 @@ from relax_hpc.config import load_resolved
 from relax_hpc.config.changes import change_files
 from relax_hpc.queue.process_context import Context
 from relax_hpc.rollout.engines.pool import EngineId, EnginePool
+from relax_hpc.rollout.external.member import ExternalMember
 from relax_hpc.rollout.replica import Replica
 
 _POLL_S = 2.0
@@ -19,7 +20,10 @@ class Membership:
     """The engines of the configuration that should serve, and the pool of those that do."""
 
     def __init__(
-        self, context: Context, configured: Sequence[EngineId], pool: EnginePool[Replica]
+        self,
+        context: Context,
+        configured: Sequence[EngineId],
+        pool: EnginePool[Replica | ExternalMember],
     ) -> None:
         self._context, self._configured, self._pool = context, configured, pool
         self._without = set(context.config.rollout.without)
@@ -64,7 +68,9 @@ class Membership:
         wanted_numbers = {engine.number for engine in wanted}
         if any(serving[number].leaving.is_set() for number in wanted_numbers):
             return
-        for number in serving.keys() - wanted_numbers:
+        # External engines have other numbers, and leave when the hub requests it.
+        configured_numbers = {engine.number for engine in self._configured}
+        for number in (serving.keys() & configured_numbers) - wanted_numbers:
             if not serving[number].leaving.is_set():
                 print(f"engine {number} leaves: rollout.without", flush=True)
                 self._pool.remove(number)

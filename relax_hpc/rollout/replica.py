@@ -55,8 +55,7 @@ class Replica:
         self.context, self.config = rollout.context, rollout.config
         context = self.context
         self.engine = self.new_engine()
-        if context.log_rotator:
-            context.log_rotator.add(context.logs / f"engine-{self.number}.log")
+        self.rotate_log()
         self.ready = asyncio.Event()
         """Event that is cleared while the engine's weights are unknown. No request is sent then."""
         self.reader = Subscriber(
@@ -85,6 +84,11 @@ class Replica:
         self.started = False
         self.activity: Activity
         """Activity of the engine, set when it has started."""
+
+    def rotate_log(self) -> None:
+        """Let the log of the engine be rotated."""
+        if self.context.log_rotator:
+            self.context.log_rotator.add(self.context.logs / f"engine-{self.number}.log")
 
     async def serve(self) -> None:
         """Start the engine, then follow weights and generate until the run is finished or the

@@ -16,6 +16,7 @@ from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin
 from relax_hpc.base.metrics.first_failures import FirstFailure, FirstFailures
 from relax_hpc.base.metrics.writer import SKIPPED
 from relax_hpc.base.terminal_text import log_entry
+from relax_hpc.config.groups import group_with_role
 from relax_hpc.data.generation import Episode, Generation, Sampling
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.environments.base import EnvironmentFault
@@ -28,6 +29,8 @@ from relax_hpc.rollout.engines.engine import BadAnswer
 from relax_hpc.rollout.engines.pool import EnginePool, assigned_engines
 from relax_hpc.rollout.engines.stops import with_stops
 from relax_hpc.rollout.episodes.player import make_player
+from relax_hpc.rollout.external.member import ExternalMember
+from relax_hpc.rollout.external.membership import ExternalMembership
 from relax_hpc.rollout.group_rewards import GroupRewards
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.membership import Membership
@@ -92,7 +95,9 @@ class Rollout:
         self.waiting_for_judge = 0
         """Prompt groups that wait for servers of role genrm."""
         world = context.world
-        self.pool: EnginePool[Replica] = EnginePool(lambda engine_id: Replica(self, engine_id))
+        self.pool: EnginePool[Replica | ExternalMember] = EnginePool(
+            lambda engine_id: Replica(self, engine_id)
+        )
         configured = assigned_engines(rollout.replicas, world.rank, world.size, world.local_rank)
         self.membership = Membership(context, configured, self.pool)
         self.phases: dict[str, str] = {}
@@ -175,9 +180,12 @@ class Rollout:
                 await self.player.start()
             self.context.report_phase("")
             async with asyncio.TaskGroup() as tasks:
-                following = tasks.create_task(self.membership.follow())
+                following = [tasks.create_task(self.membership.follow())]
+                if self.takes_external_engines:
+                    following.append(tasks.create_task(ExternalMembership(self).follow()))
                 await self.pool.serve(self.membership.wanted())
-                following.cancel()
+                for task in following:
+                    task.cancel()
         finally:
             if self.player:
                 await self.player.close()
@@ -187,11 +195,29 @@ class Rollout:
             await asyncio.gather(*self.storing, return_exceptions=True)
             self.samples.log.close()
 
+    @property
+    def takes_external_engines(self) -> bool:
+        """Whether external engines join in this process: the first one of the configured group."""
+        group = group_with_role(self.config, "rollout")
+        is_first = self.context.world.is_leader and self.context.group == group
+        return is_first and not self.config.colocate
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All replicas of this process. An external engine that is lost has none."""
+        replicas = list[Replica]()
+        for member in self.pool.members.values():
+            if isinstance(member, Replica):
+                replicas.append(member)
+            elif member.replica:
+                replicas.append(member.replica)
+        return replicas
+
     def finish_starting_engines(self) -> None:
         """Let engines leave that are still starting, because the run is finished."""
-        for replica in self.pool.members.values():
-            if not replica.started and not self.config.colocate:
-                replica.start_leaving()
+        for member in list(self.pool.members.values()):
+            if not member.started and not self.config.colocate:
+                member.start_leaving()
 
     async def put(self, rows: list[Row]) -> dict[int, str]:
         """Put prompt groups into the queue, and store samples of them. Returns why tickets were

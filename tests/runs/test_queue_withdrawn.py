@@ -4,7 +4,10 @@ to them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import random
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -102,6 +105,44 @@ def test_tickets_that_were_granted_as_the_engine_left_are_given_to_the_next(worl
     world.answered()
     assert world.owned() == set()
     assert world.admit().result(10.0).tickets == [0, 1]
+
+
+def test_an_engine_that_leaves_and_returns_at_any_moment_gets_all_tickets(world: World) -> None:
+    """It leaves while its request waits, as `Replica.unless_leaving` does. At the same time another
+    process returns the tickets, so that the hub grants them before, between and after the requests
+    of the engine that leaves."""
+    chance = random.Random(5)
+    publish(world)
+    granted = 0
+    with QueueClient(world.rollout.run, world.rollout.config, "rollout", 1) as other:
+        for _ in range(effort(20, 500)):
+            other.weights.serve("rollout/0", FIRST).result()
+            admission = other.tickets.admit("rollout/0", 2).result(10.0)
+            assert admission and set(admission.tickets) == {0, 1}
+            serve(world, FIRST)
+            waiting = world.admit()
+            delay_s = chance.uniform(-0.003, 0.003)
+            returning = threading.Timer(
+                max(0.0, delay_s), return_tickets, (other, admission.tickets)
+            )
+            returning.start()
+            time.sleep(max(0.0, -delay_s))
+            world.rollout.weights.serve(READER, NOTHING)
+            granted += waiting.done()
+            waiting.cancel()
+            serve(world, FIRST)
+            again = set[int]()
+            while len(again) < 2:
+                again.update(world.admit().result(10.0).tickets)
+            returning.join()
+            return_tickets(world.rollout, again)
+    assert world.owned() == set() and world.waiting() == []
+    assert granted, "the request was never answered before it was withdrawn"
+
+
+def return_tickets(client: QueueClient, tickets: Iterable[int]) -> None:
+    for ticket in tickets:
+        client.tickets.return_ticket(ticket).result(10.0)
 
 
 def test_a_claim_that_nobody_waits_for_is_released(world: World) -> None:

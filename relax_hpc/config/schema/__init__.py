@@ -15,6 +15,7 @@ from relax_hpc.config.schema.cluster import (
 from relax_hpc.config.schema.environment import EnvironmentConfig
 from relax_hpc.config.schema.generation import (
     EngineConfig,
+    ExternalConfig,
     GenrmConfig,
     PartialRollout,
     RolloutConfig,
@@ -63,6 +64,7 @@ __all__ = [
     "EnvironmentConfig",
     "EvalConfig",
     "Experts",
+    "ExternalConfig",
     "ForwardConfig",
     "GenrmConfig",
     "GroupConfig",

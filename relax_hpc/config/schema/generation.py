@@ -54,6 +54,23 @@ class EngineConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ExternalConfig:
+    """Engines that other programs started, and that join the run."""
+
+    key_file: str = ""
+    """File with the API key of SGLang servers that join by their URL. All of them have the same
+    key. If it is empty, no key is sent."""
+    heartbeat_s: float = bounded(1.0, 0.01)
+    """Seconds between two heartbeat requests to an engine."""
+    heartbeat_timeout_s: float = bounded(2.0, 0.01)
+    """Seconds for the answer to a heartbeat request. After two requests in a row without an answer,
+    the engine is lost: other engines continue its work."""
+    compare_timeout_s: float = bounded(120.0, 0.1)
+    """Seconds for another engine of the run to serve the version of an engine that joins. The
+    log-probabilities of the two are then compared."""
+
+
+@dataclass(kw_only=True, slots=True)
 class GenrmConfig:
     """The generative reward model of a group with the role genrm: SGLang servers that the reward
     `judge` uses. Their weights do not change."""
@@ -159,3 +176,4 @@ class RolloutConfig:
     """Seconds between two segments of an unfinished prompt group. If the process is killed, tokens
     since the last segment are lost. If the group is asked to stop, they are stored."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    external: ExternalConfig = field(default_factory=ExternalConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -35,6 +36,8 @@ __all__ = [
     "FinishReason",
     "GenerateRequest",
     "Generation",
+    "PromptScorer",
+    "PromptScores",
     "Sampling",
     "checked",
     "refuse_media",
@@ -78,6 +81,8 @@ class EngineFault(Exception):
         self.reason, self.origin = reason, origin
         self.start_error = ""
         """Error message of an engine that did not start; see `errors.find_start_error`."""
+        self.status = 0
+        """HTTP status of the answer that is the fault; 0: there was none."""
 
 
 class BadAnswer(EngineFault):
@@ -97,6 +102,25 @@ class BatchedEngine(Protocol):
 
 
 DrawsTogether = BatchedEngine  # Name in release 0.1.
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of given tokens."""
+
+    version: Version
+    """Version whose weights computed them."""
+    logprobs: list[list[float]]
+    """For each prompt: the log-probability of each token after the first one, at temperature 1."""
+
+
+@runtime_checkable
+class PromptScorer(Protocol):
+    """An engine that computes the log-probabilities of given tokens. Engines that join from outside
+    are compared with it, see `relax_hpc.rollout.external`."""
+
+    async def score(self, prompts: Sequence[Sequence[int]]) -> PromptScores:
+        """Score ``prompts``, each of at least two tokens. EngineFault: there is no answer."""
 
 
 class Engine(Protocol):

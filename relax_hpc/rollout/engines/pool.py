@@ -72,13 +72,21 @@ class EnginePool(Generic[M]):
 
     def join(self, engine: EngineId) -> M:
         """Start an engine. ValueError: an engine with this number is serving."""
-        if engine.number in self.members:
-            raise ValueError(f"engine {engine.number} is already serving")
-        assert self._tasks, "join is called while the pool serves"
+        self._check_free(engine.number)
         member = self._make_member(engine)
-        self.members[engine.number] = member
-        self._tasks.create_task(self._run(engine.number, member.serve()))
+        self.add(engine.number, member)
         return member
+
+    def add(self, number: int, member: M) -> None:
+        """Run a ``member`` that exists. ValueError: an engine with this number is serving."""
+        self._check_free(number)
+        assert self._tasks, "engines join while the pool serves"
+        self.members[number] = member
+        self._tasks.create_task(self._run(number, member.serve()))
+
+    def _check_free(self, number: int) -> None:
+        if number in self.members:
+            raise ValueError(f"engine {number} is already serving")
 
     def remove(self, number: int) -> None:
         """Let an engine leave. Other engines continue its unfinished work."""

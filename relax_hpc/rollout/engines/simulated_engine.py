@@ -27,6 +27,7 @@ from relax_hpc.rollout.engines.engine import (
     FinishReason,
     GenerateRequest,
     Generation,
+    PromptScores,
     checked,
     require_model,
 )
@@ -94,6 +95,12 @@ class SimulatedEngine:
             raise EngineFault("update_failed", f"{version}: {directory} has no *.safetensors")
         async with self._gate.update(when_empty=self._updates_when_empty):
             self._version = version
+
+    async def score(self, prompts: Sequence[Sequence[int]]) -> PromptScores:
+        """See `PromptScorer`."""
+        return PromptScores(
+            self._version, [[self._logprob] * (len(prompt) - 1) for prompt in prompts]
+        )
 
     async def release(self) -> None:
         """Do nothing: the engine holds no device memory."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +24,7 @@ from relax_hpc.rollout.engines.engine import (
     EngineFault,
     GenerateRequest,
     Generation,
+    PromptScores,
     checked,
     require_model,
 )
@@ -107,6 +108,14 @@ class TransformersEngine:
         finally:
             self._gate.leave()
 
+    async def score(self, prompts: Sequence[Sequence[int]]) -> PromptScores:
+        """See `PromptScorer`."""
+        await self._gate.enter()
+        try:
+            return await asyncio.to_thread(self._score, prompts)
+        finally:
+            self._gate.leave()
+
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`."""
         try:
@@ -132,6 +141,19 @@ class TransformersEngine:
             move(self._model, self._device)
             load_weights(self._model, directory, self._spec)
             self._version, self.pause_s = version, time.monotonic() - started
+
+    def _score(self, prompts: Sequence[Sequence[int]]) -> PromptScores:
+        import torch
+
+        logprobs = list[list[float]]()
+        with self._weights_lock, torch.inference_mode():
+            for prompt in prompts:
+                ids = torch.tensor([list(prompt)], device=self._device)
+                # [tokens - 1, vocabulary]
+                logits = self._model(input_ids=ids).logits[0, :-1].float()
+                chosen = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+                logprobs.append(chosen.tolist())
+            return PromptScores(self._version, logprobs)
 
     def _generate(self, generating: _ThreadRequest) -> Generation:
         request, sampling = generating.request, generating.request.sampling

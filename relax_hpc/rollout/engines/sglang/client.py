@@ -21,7 +21,12 @@ from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import EngineConfig, PartialRollout
 from relax_hpc.rollout.engines.batcher import Batcher
 from relax_hpc.rollout.engines.deadline import SilenceTimeout
-from relax_hpc.rollout.engines.engine import EngineFault, GenerateRequest, Generation
+from relax_hpc.rollout.engines.engine import (
+    EngineFault,
+    GenerateRequest,
+    Generation,
+    PromptScores,
+)
 from relax_hpc.rollout.engines.media import check_places
 from relax_hpc.rollout.engines.sglang import slab_loader
 from relax_hpc.rollout.engines.sglang.data_ranks import DataRanks
@@ -60,13 +65,16 @@ class SglangClient:
         max_batch: int = _MAX_BATCH,
         routes: RouteShape | None = None,
         placeholders: Mapping[str, int] = NO_PLACEHOLDERS,
+        load_format: str = "",
     ) -> None:
-        """``version``: the version that the server serves. ``partial``: how an update treats
-        running requests. ``max_batch``: most responses of one HTTP request. ``routes``: shape of
-        the expert routes to request; None: request none. ``placeholders``: placeholder tokens of
-        media by kind; they are never sampled."""
+        """``key``: the server's API key; empty: it has none. ``version``: the version that the
+        server serves. ``partial``: how an update treats running requests. ``max_batch``: most
+        responses of one HTTP request. ``routes``: shape of the expert routes to request; None:
+        request none. ``placeholders``: placeholder tokens of media by kind; they are never sampled.
+        ``load_format``: SGLang's loader of updates; empty: see `_load_format`."""
         headers = {"Content-Type": "application/json"}
-        self._key = {"Authorization": f"Bearer {key}"}
+        self._key = {"Authorization": f"Bearer {key}"} if key else {}
+        self._forced_load_format = load_format
         # force_close: SGLang's server closes idle connections, and a request that is sent at that
         # moment would be lost. limit=0: the role limits the requests in flight. trust_env: the key
         # must not be sent to a proxy.
@@ -176,6 +184,38 @@ class SglangClient:
             body |= {"return_prompt_token_ids": True, **media}
         return body
 
+    async def score(self, prompts: Sequence[Sequence[int]]) -> PromptScores:
+        """See `PromptScorer`."""
+        parameters = {"temperature": 0.0, "max_new_tokens": 1}
+        body = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": [parameters] * len(prompts),
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            # A key of its own, so that keys and values of other requests are not reused.
+            "extra_key": [f"score-{self._version}-{next(self._numbers)}"] * len(prompts),
+        }
+        await self.gate.enter()
+        try:
+            answers = await self._call("/generate", body, self._settings.request_timeout_s)
+        finally:
+            self.gate.leave()
+        return read_scores(answers, prompts)
+
+    async def model_info(self, timeout_s: float) -> dict[str, Any]:
+        """The server's description of its model. It is answered without a request to the model."""
+        return await self._description("/model_info", timeout_s)
+
+    async def server_info(self, timeout_s: float) -> dict[str, Any]:
+        """The resolved arguments of the server."""
+        return await self._description("/server_info", timeout_s)
+
+    async def _description(self, path: str, timeout_s: float) -> dict[str, Any]:
+        answer = await self._call(path, None, timeout_s)
+        if not isinstance(answer, dict):
+            raise EngineFault("http_error", f"{path}: the answer is no JSON object")
+        return answer
+
     async def _cancel(self, response: StreamedResponse) -> None:
         """Abort a cancelled request. SGLang 0.5.21 would continue it for 2 s, and could not be
         updated meanwhile."""
@@ -236,7 +276,10 @@ class SglangClient:
                 "weight_version": str(version),
                 "flush_cache": False,
             }
-            weights |= _load_format(directory, self._settings.flags)
+            if self._forced_load_format:
+                weights["load_format"] = self._forced_load_format
+            else:
+                weights |= _load_format(directory, self._settings.flags)
             try:
                 with self._silence.suspended():
                     info = await self._swap(weights, is_busy, limit)
@@ -334,15 +377,35 @@ class SglangClient:
             ) as reply:
                 if reply.status != 200:
                     content = await reply.read()
-                    raise EngineFault(
-                        "http_error",
-                        f"{path}: {reply.status} {content[:300].decode(errors='replace')}",
-                    )
+                    text = f"{path}: {reply.status} {content[:300].decode(errors='replace')}"
+                    fault = EngineFault("http_error", text)
+                    fault.status = reply.status
+                    raise fault
                 yield reply
         except TimeoutError as error:
             raise EngineFault("timeout", f"{path}: no answer within {timeout_s} s") from error
         except aiohttp.ClientError as error:
             raise EngineFault("connection", f"{path}: {error!r}") from error
+
+
+def read_scores(answers: Any, prompts: Sequence[Sequence[int]]) -> PromptScores:
+    """Scores in an answer of /generate. EngineFault: the server has scored other tokens, or the
+    answer is malformed."""
+    logprobs = list[list[float]]()
+    try:
+        versions = {answer["meta_info"]["weight_version"] for answer in answers}
+        for answer, prompt in zip(answers, prompts, strict=True):
+            # SGLang 0.5.21 gives no log-probability of the first token.
+            scored = answer["meta_info"]["input_token_logprobs"][1:]
+            if [entry[1] for entry in scored] != list(prompt[1:]):
+                raise EngineFault(
+                    "other_prompt", "/generate: the server scored other tokens than it was sent"
+                )
+            logprobs.append([float("nan" if entry[0] is None else entry[0]) for entry in scored])
+        (version,) = versions
+        return PromptScores(Version.parse(version), logprobs)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise EngineFault("http_error", f"/generate: unexpected scores, {error!r}") from error
 
 
 def _load_format(directory: Path, flags: Mapping[str, Any]) -> dict[str, str]:

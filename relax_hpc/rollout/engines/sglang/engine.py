@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,13 @@ from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.affinity import numa_of_gpus
 from relax_hpc.net.rendezvous.network import LOOPBACK
 from relax_hpc.queue.storage.media import read_placeholders
-from relax_hpc.rollout.engines.engine import EngineFault, GenerateRequest, Generation, require_model
+from relax_hpc.rollout.engines.engine import (
+    EngineFault,
+    GenerateRequest,
+    Generation,
+    PromptScores,
+    require_model,
+)
 from relax_hpc.rollout.engines.sglang.client import SglangClient
 from relax_hpc.rollout.engines.sglang.flags import (
     ROUTES_FLAG,
@@ -30,9 +36,9 @@ from relax_hpc.training.models.families import route_shape_of_model
 
 _EXIT_GRACE_S = 1.0
 """Seconds for a server whose connections have failed to end."""
-_SAVED_INTERVAL_TOKENS = 64
+SAVED_INTERVAL_TOKENS = 64
 """Tokens between two pieces of a response if unfinished responses are saved."""
-_SIGN_OF_LIFE_TOKENS = 256
+SIGN_OF_LIFE_TOKENS = 256
 """Tokens between two pieces of a response otherwise. A piece then only shows that the server works;
 every engine samples this number well within the timeout of 120 s."""
 _CPU_ARGUMENTS = {
@@ -133,6 +139,11 @@ class SglangEngine:
         self._has_answered = True
         return generation
 
+    async def score(self, prompts: Sequence[Sequence[int]]) -> PromptScores:
+        """See `PromptScorer`."""
+        async with self._report_dead_server():
+            return await self._client.score(prompts)
+
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`."""
         async with self._report_dead_server():
@@ -210,7 +221,7 @@ def server_arguments(
         "skip_server_warmup": True,
         # Without it, each piece of a stream from SGLang 0.5.21 repeats the whole response.
         "incremental_streaming_output": True,
-        "stream_interval": _SAVED_INTERVAL_TOKENS if saves_tokens else _SIGN_OF_LIFE_TOKENS,
+        "stream_interval": SAVED_INTERVAL_TOKENS if saves_tokens else SIGN_OF_LIFE_TOKENS,
     }
     if config.model.routing_replay != "off":
         arguments[ROUTES_FLAG] = True
