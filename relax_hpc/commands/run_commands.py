@@ -160,6 +160,19 @@ def _stop(arguments: dict[str, Any]) -> int:
     return stop.main(arguments["run"], arguments.get("now", False))
 
 
+def _replay_arguments(parser: ArgumentParser) -> None:
+    run_argument(parser)
+    parser.add_argument("--step", type=int, metavar="K", help="Last step to train again.")
+    json_argument(parser)
+
+
+def _replay(arguments: dict[str, Any]) -> int:
+    from relax_hpc.commands import replay
+
+    step = _required(arguments, "step", "the step to train again")
+    return replay.main(arguments["run"], step, arguments.get("json", False))
+
+
 def _logs_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
     parser.add_argument("--group", metavar="G", help="Show only logs of this group.")
@@ -339,6 +352,14 @@ RUN_COMMANDS = {
         "RUN --to TRACKER [--once]",
         _track_arguments,
         _track,
+    ),
+    "replay": Command(
+        "Train a step of a run again on the rows of its journal, and compare the gradient norm and "
+        "the bytes of the next version with those of the run. The exit code is 0 if they are "
+        "equal.",
+        "RUN --step K [--json]",
+        _replay_arguments,
+        _replay,
     ),
     "list": Command(
         "List the runs in a folder. The exit code is the most severe one of all runs.",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -27,6 +30,7 @@ from relax_hpc.training.published_form import published_form
 from relax_hpc.training.simulated_trainer import SimulatedTrainer
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.training.weights.publisher import Publisher
+from relax_hpc.training.weights.version_digests import VERSIONS_FILE, DigestLog
 
 _TURN = ("rollout", "its turn on the devices")
 _COPY = ("actor", "copy of the weights")
@@ -59,6 +63,7 @@ class Policy(TrainerHooks):
             self.config.algorithm.kl.refresh_every,
             context.world.local_rank if self.config.model.device == "cuda" else None,
             published_form(model.spec, PUBLISHED_TYPES[model.dtype]),
+            DigestLog(context.logs / VERSIONS_FILE, device_name(model)) if ranks.leader else None,
         )
 
     def publish(self, number: int, due: bool = False) -> None:
@@ -168,6 +173,14 @@ def peak_of(model: PolicyModel, config: Config) -> float | None:
         return None
     device_peak = peak_flops(torch.cuda.get_device_name(model.device))
     return device_peak and device_peak * config.actor.parallel.ranks
+
+
+def device_name(model: PolicyModel) -> str:
+    """Return the name of the GPU, or of the processor, that computes ``model``."""
+    if model.device.type == "cuda":
+        return torch.cuda.get_device_name(model.device)
+    names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()
 
 
 def trainer_of(model: PolicyModel, config: Config) -> Trainer:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from relax_hpc.base.errors import EXIT_CONFIG
 from relax_hpc.base.metrics.read_spans import read_spans
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.commands.program import main
@@ -230,6 +231,30 @@ def test_a_run_equals_the_synchronous_loop(plain):
     assert_equal(outcome, expected)
 
 
+def assert_replay_is_equal(run: RunDir, step: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """Replay ``step``. Return the first line of the output, which names the start."""
+    before = sorted(path for path in run.root.rglob("*"))
+    capsys.readouterr()
+    code = main(["replay", str(run.root), "--step", str(step)])
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert code == 0 and last == f"equal: {len(lines)} steps", (first, lines, last)
+    for line in lines:
+        assert "equal: learning rate, gradient norm, bytes of version i00000" in line
+        assert "not recorded" not in line
+    assert lines[-1].startswith(f"step {step}: ")
+    assert sorted(path for path in run.root.rglob("*")) == before, "nothing is written"
+    return first
+
+
+def test_a_replay_equals_the_run(plain, capsys):
+    """Several windows a step, two passes, and log-probabilities of a separate actor_fwd."""
+    run = RunDir(plain[2].parent)
+    first = assert_replay_is_equal(run, 2, capsys)
+    assert first == f"{run.root}: from version 0, training steps 0 to 2"
+    assert main(["replay", str(run.root), "--step", "3"]) == EXIT_CONFIG
+    assert "--step: found 3, allowed: 0 to 2" in capsys.readouterr().err
+
+
 def test_two_data_ranks_train_as_one_on_episodes_that_were_cut_into_rows(
     references, plain, tmp_path, capsys
 ):
@@ -260,6 +285,8 @@ def test_two_data_ranks_train_as_one_on_episodes_that_were_cut_into_rows(
     lengths = assert_episodes_are_cut(outcome, expected)
     assert line["reward/response_tokens"] == pytest.approx(np.mean(lengths)), "counted once each"
     assert_rows_are_shown(running.run, outcome, capsys)
+    if effort(0, 1):
+        assert_replay_is_equal(running.run, 0, capsys)
 
 
 def assert_episodes_are_cut(outcome: Outcome, expected: Outcome) -> list[int]:
@@ -355,9 +382,9 @@ def test_without_actor_fwd_the_log_probs_of_the_actor_are_the_old_ones(reference
     assert_close(outcome, await_reference())
 
 
-def test_forward_roles_in_the_actor(references, plain, tmp_path):
+def test_forward_roles_in_the_actor(references, plain, tmp_path, capsys):
     """Two passes of two mini-batches, with a KL to the reference. After a kill the reference
-    restarts with the actor."""
+    restarts with the actor. A replay begins at a checkpoint."""
     settings = with_model_of(plain, REGULARISED, {"steps": 3, "checkpoint": {"every": 1}})
     await_reference = references.start_run(tmp_path, settings)
     with run_helpers.running(tmp_path, run_helpers.merged(settings, INSIDE)) as running:
@@ -367,6 +394,14 @@ def test_forward_roles_in_the_actor(references, plain, tmp_path):
         assert audit(running.run).problems == []
     assert running.incarnations("actor") == 2
     assert_close(outcome, await_reference())
+    first = assert_replay_is_equal(running.run, 2, capsys)
+    assert "from checkpoint i00000" in first and first.endswith("training steps 2 to 2")
+    for path in running.run.shards.iterdir():
+        path.unlink()
+    assert main(["replay", str(running.run.root), "--step", "2"]) == EXIT_CONFIG
+    assert "rows of steps 2 to 2 are gone; in the next run, queue.keep_steps of at least 1" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.skipif(not effort(0, 1), reason="a control of the others: env/test.sh --all")

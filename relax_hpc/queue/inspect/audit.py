@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,17 @@ class JournalCopy:
                 "free; set TMPDIR to a folder with more space"
             )
 
-    def replay(self, state: QueueState) -> Iterator[Iterator[Event]]:
-        """Apply all records to ``state``; the events of each. JournalError: also if a record cannot
-        follow the earlier ones."""
+    def replay(
+        self, state: QueueState, before: Callable[[dict[str, Any]], None] = lambda record: None
+    ) -> Iterator[Iterator[Event]]:
+        """Apply all records to ``state``; the events of each. ``before`` is called with each record
+        before it is applied.
+
+        JournalError: also if a record cannot follow the earlier ones.
+        """
         for number, record in enumerate(self.records(), start=1):
             try:
+                before(record)
                 state.apply(record)
             except _MALFORMED as error:
                 text = (

@@ -30,6 +30,7 @@ from relax_hpc.training.weights.file_writer import FileWriter
 from relax_hpc.training.weights.manifest import MANIFEST, Chunk, FileSums, Manifest, digest
 from relax_hpc.training.weights.ring import SlabRing, WeightSlice
 from relax_hpc.training.weights.tensors import TensorInfo
+from relax_hpc.training.weights.version_digests import DigestLog
 from relax_hpc.training.weights.version_files import FOLDER, check_unchanged, small_sums
 
 
@@ -64,11 +65,13 @@ class Publisher:
         refresh_every: int = 0,
         device: int | None = None,
         form: FileForm | None = None,
+        digests: DigestLog | None = None,
     ) -> None:
         """``channel``: creates a channel. ``tensors``: of the whole version. ``slices``: parts that
         this rank publishes, from GPU number ``device`` if given. ``refresh_every``: multiples of it
         always get files, because a reference may request such a version later. ``form``: of the
-        files; None: files contain each tensor unchanged.
+        files; None: files contain each tensor unchanged. ``digests``: log of the digests of all
+        versions, only in the leader.
 
         ConfigError: config.json or the tokenizer of a resumed run differ from those of its
         versions.
@@ -81,6 +84,7 @@ class Publisher:
         self.files = FileWriter(
             run, client, channel(), planes, settings, device, form or FileForm()
         )
+        self._digests = digests
         self._small: FileSums = {}
         if client is not None:
             check_unchanged(run.weights, run.model)
@@ -167,6 +171,8 @@ class Publisher:
                 f"{directory}: {error.strerror}; version {version} is not published"
             ) from error
         keep = set(self.client.weights.publish(version, digest(text)).result())
+        if self._digests:
+            self._digests.add(str(version), manifest.chunks)
         for name in older_version_folders(self.run, version):
             if name not in keep and not self._is_kept(name):
                 shutil.rmtree(self.run.weights / name, ignore_errors=True)
