@@ -57,6 +57,8 @@ def write_run(root: Path) -> RunDir:
             if step % 100 == 0:
                 score = {"step": step, "time": 1e9 + 2 * step + 1.5, "incarnation": 1}
                 file.write(json.dumps(score | {f"eval/{SCRIPT}/exact": step / STEPS}) + "\n")
+        back = {"event": "rolled_back", "step": STEPS, "time": 2e9, "incarnation": 1}
+        file.write(json.dumps(back) + "\n")
     write_json(run.stop, {"code": 93, "reason": EVIL})
     failure = {"group": EVIL, "reason": "reward_exception", "detail": EVIL, "location": "a.py:3"}
     run.failures.write_text(json.dumps(failure | {"traceback": EVIL, "time": 1e9 + 7}) + "\n")
@@ -141,6 +143,8 @@ def test_the_data_of_the_page_has_no_control_characters(hostile: RunDir) -> None
         "value": "3",
         "note": "at the newest step",
     } in (state["queue"])
+    texts = [event["text"] for event in state["events"]]
+    assert f"training returned to step {STEPS} and repeats the steps after it" in texts
     assert any(
         "first failure of its kind: reward_exception" in event["text"] for event in state["events"]
     )
@@ -229,6 +233,11 @@ def test_a_chart_shows_the_values_at_the_cursor(hostile: RunDir, tab: Tab, tmp_p
         "JSON.parse(JSON.stringify(document.querySelector('.u-over').getBoundingClientRect()))"
     )
     middle = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+    # A part that a person has enlarged stays so when newer values arrive.
+    tab.value("plots.get(0).plot.setScale('x', {min: 400, max: 500})")
+    tab.wait_for("plots.get(0).plot.scales.x.min === 400")
+    tab.value("showCharts(data.state.charts)")
     tab.call("Input.dispatchMouseEvent", type="mouseMoved", **middle)
     tab.wait_for("/^step 4[45]\\d/.test(document.querySelector('.legend').innerText)")
+    assert tab.value("plots.get(0).plot.scales.x.max") == 500
     assert re.search(r"reward 0\.4\d+ \(0\.4\d+ to 0\.\d+\)|reward 0\.5", tab.texts(".legend")[0])

@@ -33,6 +33,8 @@ class Metrics:
     """All lines of steps, superseded ones too, in the order of the file."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     """(incarnation, step) of each return to an earlier step, in the order of the file."""
+    rollback_times: list[float] = field(default_factory=list)
+    """Wall-clock seconds of each entry of `rollbacks`."""
     torn: int = 0
     """Number of incomplete lines, which are left out. Their writer was killed."""
 
@@ -85,7 +87,8 @@ def merge_lines(lines: list[dict[str, Any]]) -> Metrics:
     rollbacks = [(incarnation, step) for incarnation, _, step in cuts]
     written = [line for line in lines if "event" not in line]
     rows = [merged[step] for step in sorted(merged)]
-    return Metrics(rows=rows, lines=written, rollbacks=rollbacks)
+    times = [line["time"] for line in lines if "event" in line]
+    return Metrics(rows=rows, lines=written, rollbacks=rollbacks, rollback_times=times)
 
 
 def tags_of(rows: Iterable[dict[str, Any]]) -> list[str]:

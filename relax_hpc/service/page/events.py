@@ -1,5 +1,5 @@
-"""The newest events of a run, from small files of its directory: starts and ends of groups, first
-failures, checkpoints, the end."""
+"""The newest events of a run, from small files of its directory: starts and ends of groups,
+returns to an earlier step, first failures, checkpoints, the end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from relax_hpc.base.foreign_files import parse_json, read_in_run
 from relax_hpc.base.metrics.first_failures import parse_failure
+from relax_hpc.base.metrics.read import Metrics
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.launch_records import read_launch, read_mark
 from relax_hpc.cluster.supervise.requests import read_stop_request
@@ -26,12 +27,19 @@ Event = tuple[float, str]
 """Wall-clock seconds, and a text of one line."""
 
 
-def recent_events(run: RunDir, config: Config, groups: Iterable[str]) -> list[dict[str, Any]]:
+def recent_events(
+    run: RunDir, config: Config, groups: Iterable[str], metrics: Metrics
+) -> list[dict[str, Any]]:
     """The newest events, newest first: {time, text}. ``groups``: names of all groups."""
-    events = [*_failures(run), *_checkpoints(run), *_end(run)]
+    events = [*_rollbacks(metrics), *_failures(run), *_checkpoints(run), *_end(run)]
     for group in groups:
         events += _incarnations(run, config, group)
     return [{"time": time, "text": text} for time, text in heapq.nlargest(MAX_EVENTS, events)]
+
+
+def _rollbacks(metrics: Metrics) -> Iterator[Event]:
+    for (_, step), time in zip(metrics.rollbacks, metrics.rollback_times, strict=True):
+        yield time, f"training returned to step {step} and repeats the steps after it"
 
 
 def _incarnations(run: RunDir, config: Config, group: str) -> Iterator[Event]:

@@ -45,7 +45,7 @@ def take_state(
     """
     metrics = load_metrics(run.root)
     run_status = status(run, slurm=slurm, rows=metrics.rows, hub=hub)
-    events = recent_events(run, load_resolved(run.root), run_status["groups"])
+    events = recent_events(run, load_resolved(run.root), run_status["groups"], metrics)
     return describe_run(run_status, metrics, events, operations, external)
 
 

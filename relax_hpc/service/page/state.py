@@ -123,7 +123,7 @@ def _newest(rows: Sequence[Row], tag: str) -> float | None:
 
 
 def _notices(status: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What a person should know first: {text, tone}. Problems come before waits."""
+    """Problems, and then waits, that a person should know first: {text, tone}."""
     problems, waits = list[str](), list[str]()
     reason = " ".join(status["stop"]["reason"].split()) if status["stop"] else ""
     if reason:

@@ -19,6 +19,16 @@ function setTone(node, tone) {
   node.classList.add(tone);
 }
 
+// Whether the value of a part of the page differs from the one that is shown. Unchanged parts stay,
+// so that a selection or a scrolled list is kept.
+const shownValues = new Map();
+function isNew(id, value) {
+  const text = JSON.stringify(value);
+  if (shownValues.get(id) === text) return false;
+  shownValues.set(id, text);
+  return true;
+}
+
 function showFigures(id, figures) {
   field(id).replaceChildren(...figures.map((figure) => {
     const group = element("div"), value = element("dd");
@@ -29,6 +39,7 @@ function showFigures(id, figures) {
 }
 
 function showTable(id, table, empty) {
+  if (!isNew(id, table)) return;
   if (!table.rows.length) {
     field(id).replaceChildren(element("p", "dim", empty));
     return;
@@ -51,6 +62,7 @@ function showTable(id, table, empty) {
 }
 
 function showWaits(waits) {
+  if (!isNew("waits", waits)) return;
   const percent = (share) => `${Math.round(100 * share)} %`;
   field("waits-note").textContent = waits.roles.length
     ? `Time of each role in the last ${waits.steps} steps`
@@ -76,6 +88,7 @@ function showWaits(waits) {
 }
 
 function showEvents(events) {
+  if (!isNew("events", events)) return;
   field("events").replaceChildren(...events.map((event) => {
     const item = element("li"), time = element("time", "", localTime(event.time));
     item.append(time, element("span", "", event.text));
@@ -177,7 +190,7 @@ function drawCharts(charts) {
     const plot = new uPlot(options, columns, canvas);
     const update = (newer) => {
       writer.write = legendWriter(legend, newer, banded);
-      plot.setData(alignCurves(newer.curves).columns);
+      setColumns(plot, alignCurves(newer.curves).columns);
     };
     plots.set(index, { canvas, plot, update });
   });
@@ -241,6 +254,16 @@ function showAge() {
   const age_s = Math.round((Date.now() - answered) / 1000);
   field("fresh").textContent = age_s > STALE_S ? `last answer ${age_s} s ago` : "live";
   field("fresh").className = age_s > STALE_S ? "stale" : "";
+}
+
+// New values of a plot. A part that a person has enlarged stays enlarged.
+function setColumns(plot, columns) {
+  const { min, max } = plot.scales.x, steps = plot.data[0];
+  const isEnlarged = min > steps[0] || max < steps.at(-1);
+  plot.batch(() => {
+    plot.setData(columns);
+    if (isEnlarged) plot.setScale("x", { min, max });
+  });
 }
 
 function redraw() {
