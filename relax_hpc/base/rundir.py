@@ -245,6 +245,11 @@ class RunDir:
         return self.root / "samples"
 
     @property
+    def profiles(self) -> Path:
+        """Folder of traces, see `profile.steps`."""
+        return self.root / "profiles"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 

@@ -264,6 +264,42 @@ def _track(arguments: dict[str, Any]) -> int:
     return track.main(arguments["run"], to, arguments.get("once", False))
 
 
+def _profile_arguments(parser: ArgumentParser) -> None:
+    run_argument(parser)
+    parser.add_argument(
+        "--steps", metavar="STEPS", help="Steps to record: 5, or 5-7. They must not have begun."
+    )
+    parser.add_argument(
+        "--role",
+        default="actor",
+        metavar="R,...",
+        help="Roles to record; rollout: its engines. Default: actor.",
+    )
+    parser.add_argument(
+        "--rank",
+        default="0",
+        metavar="K,...",
+        help="Ranks of each role to record, or numbers of engines. Default: 0.",
+    )
+    parser.add_argument(
+        "--stacks", action="store_true", help="Record the Python stack of each operation."
+    )
+    parser.add_argument(
+        "--shapes", action="store_true", help="Record the shapes of the tensors of each operation."
+    )
+
+
+def _profile(arguments: dict[str, Any]) -> int:
+    from relax_hpc.commands import profile
+
+    run, steps = arguments.pop("run"), _required(arguments, "steps", "steps such as 5-7")
+    roles = [role for role in arguments.pop("role", "actor").split(",") if role]
+    ranks = arguments.pop("rank", "0").split(",")
+    if not all(rank.isdecimal() for rank in ranks):
+        raise ConfigError(f"--rank: found {','.join(ranks)!r}, allowed: numbers such as 0,3")
+    return profile.main(run, steps, roles, [int(rank) for rank in ranks], **arguments)
+
+
 def _list_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "folder",
@@ -324,6 +360,12 @@ RUN_COMMANDS = {
         _attach,
         takes_program=True,
         for_others=True,
+    ),
+    "profile": Command(
+        "Record traces of later steps of a running run, for https://ui.perfetto.dev.",
+        "RUN --steps STEPS [--role R,...] [--rank K,...] [--stacks] [--shapes]",
+        _profile_arguments,
+        _profile,
     ),
     "resubmit": Command(
         "Replace one group of a run, optionally with another size, setting or code, while the "

@@ -81,7 +81,8 @@ def _check_owner(key: str, location: str, config: Config, group: str) -> None:
         raise ConfigError(
             f"{location}: {key}: the roles of a group cannot change during a run; start a new run"
         )
-    allowed = [entry]
+    # A group applies its own copy of `profile`.
+    allowed = [entry, "profile"]
     for role in config.groups[base].roles:
         allowed += ROLES[role].sections
     if not any(key == section or key.startswith(f"{section}.") for section in allowed):

@@ -27,6 +27,7 @@ from relax_hpc.queue.client.claims import check_claim
 from relax_hpc.queue.process_context import END, HUB, NEWS, Context
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage.media import read_placeholders
+from relax_hpc.roles.profiling import StepProfiler
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.batches import Batch, collate_parts
@@ -50,6 +51,7 @@ class Scorer:
 
     def __init__(self, context: Context, ranks: Ranks, directory: Path) -> None:
         config = context.config
+        self.profiler = StepProfiler(context)
         self.forward = getattr(config, context.role)
         self.ranks = ranks
         self.temperature = config.rollout.temperature
@@ -157,6 +159,7 @@ def run(context: Context) -> None:
         _lead(context, ranks, scorer, refresh.get(context.role, 0))
     else:
         _follow(context, ranks, scorer)
+    scorer.profiler.close()
     ranks.close()
 
 
@@ -175,6 +178,7 @@ def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
                 fetcher.forget_before(command["news"]["version"])
         else:
             claim = Claim.from_message(command["claim"])
+            scorer.profiler.reach(claim.step)
             with context.spans("queue", step=claim.step):
                 rows = ranks.rows(claim, ranks.control)
             if rows is not None:
@@ -216,6 +220,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
                 wait([weights.news], timeout=_LOOK_S)
             work = client.submit_claim(role, budget)
             continue
+        scorer.profiler.reach(claim.step)
         with context.spans("queue", step=claim.step):
             rows = _read(client, ranks, scorer, claim)
         if rows is None:

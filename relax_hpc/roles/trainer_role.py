@@ -23,6 +23,7 @@ from relax_hpc.queue.client import Claim, QueueClient, StepTrained, then
 from relax_hpc.queue.process_context import Context
 from relax_hpc.roles.checkpoints import Checkpoints
 from relax_hpc.roles.prefetch import Window
+from relax_hpc.roles.profiling import StepProfiler
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.route_watch import RouteWatch
 from relax_hpc.roles.step_clock import StepClock, StopBeforeStep
@@ -108,6 +109,7 @@ class TrainerRole:
         self.settings, self.trainer, self.hooks = settings, trainer, hooks
         self.checkpoints = Checkpoints(context, ranks, trainer)
         self.clock = StepClock(context.deadline)
+        self.profiler = StepProfiler(context)
         self.windows = WindowStream(
             context, ranks, self.clock, settings, placeholders, self.check, hooks
         )
@@ -127,6 +129,7 @@ class TrainerRole:
         try:
             while step < self.config.steps:
                 self.check_edge()
+                self.profiler.reach(step)
                 self.hooks.take_turn(step, self.windows)
                 started = time.monotonic()
                 if self.train(step):
@@ -134,9 +137,11 @@ class TrainerRole:
                 self.hooks.end_step(step + 1)
                 self.clock.record(time.monotonic() - started, self.checkpoints.saver.seconds)
                 step += 1
+            self.profiler.close()
             self.settle()
             self.await_other_trainers()
         except StopBeforeStep as stop:
+            self.profiler.close()
             self.await_step_ack(step)
             if self.checkpoints.needs_save(step, saved):
                 self.hooks.restore_state()

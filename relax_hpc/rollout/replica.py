@@ -17,6 +17,7 @@ from relax_hpc.data.generation import GenerateRequest, Generation
 from relax_hpc.queue.client.answers import EVALUATION_DUE, PublishedVersion
 from relax_hpc.queue.process_context import NEWS, TURN
 from relax_hpc.rollout.engine_activity import Activity
+from relax_hpc.rollout.engine_profile import EngineProfile
 from relax_hpc.rollout.engines import make_engine
 from relax_hpc.rollout.engines.engine import BadAnswer, Engine, EngineFault
 from relax_hpc.rollout.engines.pool import EngineId
@@ -56,6 +57,7 @@ class Replica:
         context = self.context
         self.engine = self.new_engine()
         self.rotate_log()
+        self.profile = EngineProfile(context, self.number)
         self.ready = asyncio.Event()
         """Event that is cleared while the engine's weights are unknown. No request is sent then."""
         self.reader = Subscriber(
@@ -109,6 +111,7 @@ class Replica:
                 # `follow` may have reported a version after `unless_leaving` has withdrawn it.
                 await asyncio.to_thread(self.reader.served, NOTHING)
         finally:
+            await self.profile.close(self.engine)
             await self.engine.close()
         if not self.leaving.is_set():
             self.rollout.finish_starting_engines()

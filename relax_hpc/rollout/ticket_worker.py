@@ -79,6 +79,9 @@ class TicketWorker:
         attempts = list(zip(admission.tickets, admission.attempts, strict=True))
         logged = [(log.ticket, log.attempt) for log in admission.logs]
         await asyncio.to_thread(self.rollout.source.fetch, [*attempts, *logged])
+        if admission.tickets:
+            newest_step = self.step_of(max(admission.tickets))
+            await self.replica.profile.reach(newest_step, self.replica.engine)
         for ticket, number in attempts:
             self.free -= 1
             tasks.create_task(self.work_on_ticket(ticket, number, admission.logs))

@@ -52,7 +52,7 @@ def test_cpu_time_of_processes_that_have_ended_counts() -> None:
 
 
 def reading(energy_j: float | None, **fields: Any) -> GpuReading:
-    known = {"number": "1", "uuid": "GPU-a", "utilization": 0.5, "power_w": 100.0}
+    known: dict[str, Any] = {"number": "1", "uuid": "GPU-a", "utilization": 0.5, "power_w": 100.0}
     known |= {"memory_used_bytes": 7, "memory_total_bytes": 9}
     return GpuReading(**(known | {"energy_j": energy_j} | fields))
 

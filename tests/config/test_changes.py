@@ -67,7 +67,7 @@ def test_null_takes_out_what_the_run_has(run: RunDir) -> None:
         (
             "actor.optimizer.lr",
             1.0,
-            "this setting does not belong to group rollout alone, allowed: groups.rollout, reward, rollout",
+            "this setting does not belong to group rollout alone, allowed: groups.rollout, profile, reward, rollout",
         ),
         (
             "groups.actor.env.A",

@@ -375,6 +375,7 @@ class Recorded(TrainerRole):
             None,
         )
         self.settings = self.config.actor
+        self.profiler = SimpleNamespace(reach=lambda step: None, close=lambda: None)
         self.is_only_trainer = True
         self.step, self.saved = 0, []
         self.saver = SimpleNamespace(seconds=0.0, failure="")

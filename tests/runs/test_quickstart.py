@@ -23,6 +23,7 @@ from relax_hpc.ops.observe.sample_view import SampleFilter, select_samples
 from relax_hpc.training.weights.node_cache import staging_root
 from tests.helpers.audit import audit
 from tests.helpers.run_helpers import Running, queue_state, read_metrics, running, trained_steps
+from tests.helpers.trace_files import read_slices
 from tests.requirements import requires
 
 requires("sglang", "mpi", "torch", "megatron")
@@ -37,6 +38,7 @@ SHORTER = {
     "actor": {"optimizer": {"warmup_steps": 5}},
     "checkpoint": {"every": 20},
     "eval": {"every": 20},
+    "profile": {"steps": "3-4", "roles": ["actor", "rollout"]},
 }
 START_S = 300.0
 RUN_S = 900.0
@@ -63,6 +65,7 @@ def test_the_quickstart_learns_and_survives_its_engine(tmp_path: Path) -> None:
     assert_metrics_are_whole(live)
     assert_what_was_written_is_kept(live)
     assert_last_lines_name_what_is_there(live)
+    assert_profiles_can_be_shown(live)
     result = audit(live.run)
     assert result.problems == [] and not result.dropped and not result.failed
     assert set(result.noted) <= {
@@ -70,6 +73,17 @@ def test_the_quickstart_learns_and_survives_its_engine(tmp_path: Path) -> None:
         "engine_fault/connection",
         "engine_fault/timeout",
     }
+
+
+def assert_profiles_can_be_shown(live: Running) -> None:
+    """Traces of the actor and of SGLang."""
+    actor, engine = sorted(live.run.profiles.iterdir())
+    assert actor.name == "actor-rank-0-steps-3-4.i000001.trace.json.gz"
+    assert engine.name == "engine-0-steps-3-4.i000001-TP-0.trace.json.gz"
+    names = Counter(event["name"] for event in read_slices(actor))
+    # Two passes: the second one is a span too.
+    assert names["step 3"] == names["step 4"] == 1 and names["train"] >= 4 and names["wait"] >= 2
+    assert names["aten::mm"] and Counter(event["name"] for event in read_slices(engine))["aten::mm"]
 
 
 def kill_scheduler(live: Running) -> psutil.Process:

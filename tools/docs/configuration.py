@@ -26,8 +26,8 @@ PAGES = {
     ),
     "storage": ("Queue, weights and checkpoints", ("queue", "weights", "checkpoint")),
     "observation": (
-        "Evaluation, samples, metrics and liveness",
-        ("eval", "samples", "metrics", "liveness"),
+        "Evaluation, samples, metrics, profiles and liveness",
+        ("eval", "samples", "metrics", "profile", "liveness"),
     ),
     "service": ("The HTTP service", ("service",)),
     "cluster": ("Slurm, sites and groups", ("slurm", "site", "groups")),

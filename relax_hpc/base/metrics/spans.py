@@ -7,8 +7,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,6 +117,8 @@ class Spans:
         self._stages: dict[str, tuple[str, float]] = {}
         """Lane -> present stage of its start, and the begin of the stage."""
         self._accounts: dict[str, Account] = {}
+        self.annotate: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Called with the kind of each span, whose block it surrounds: names spans in a trace."""
         now = self._flushed = time.monotonic()
         self._began = now if began is None else began
         self._starts = began is not None
@@ -139,7 +141,8 @@ class Spans:
             self._open[id(span)] = span
             self._flush_if_due(now)
         try:
-            yield span
+            with self.annotate(what):
+                yield span
         finally:
             self._finish(span)
 

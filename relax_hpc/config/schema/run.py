@@ -17,6 +17,7 @@ from relax_hpc.config.schema.running import (
     EvalConfig,
     LivenessConfig,
     MetricsConfig,
+    ProfileConfig,
     QueueConfig,
     SamplesConfig,
     WeightsConfig,
@@ -98,6 +99,7 @@ class Config:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     site: SiteConfig = field(default_factory=SiteConfig)

@@ -207,6 +207,28 @@ class MetricsConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """Traces of a few steps by the profilers of torch and SGLang, which https://ui.perfetto.dev
+    shows. They are in `<run>/profiles`."""
+
+    steps: str = ""
+    """Steps to profile: `5`, or `5-7`. If it is empty, nothing is profiled. Steps 0 and 1 are
+    slower than later ones."""
+    roles: list[str] = field(default_factory=lambda: ["actor"])
+    """Roles to profile: actor, critic, actor_fwd, reference, teacher, and rollout for its SGLang
+    engines."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks of each role to profile; of rollout, numbers of its engines."""
+    stacks: bool = False
+    """Whether traces have the Python stack of each operation. They are several times as large."""
+    shapes: bool = False
+    """Whether traces have the shapes of the tensors of each operation."""
+    engine_batches: int = bounded(200, 1)
+    """Maximum number of forward passes in the trace of an engine. A step can have thousands of
+    them."""
+
+
+@dataclass(kw_only=True, slots=True)
 class LivenessConfig:
     """Timeouts and restarts."""
 

@@ -22,6 +22,7 @@ from relax_hpc.base.protocol import describe_protocol_mismatch
 from relax_hpc.base.signatures import describe_mismatch
 from relax_hpc.config.differences import leaves
 from relax_hpc.config.groups import trainer_sections
+from relax_hpc.config.profiling import ENGINES, PROFILED_ROLES, parse_steps
 from relax_hpc.config.schema import Config, SimulatedConfig
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.ops.checks.data import check_data
@@ -41,6 +42,8 @@ from relax_hpc.tasks import environment_name, get_task, misfits
 from relax_hpc.training.models import megatron_settings
 
 Findings = Iterator[str]
+_WITHOUT_PROFILER = ("simulated", "transformers")
+"""Kinds of engines that cannot record a trace."""
 _MIN_COLLECTIVE_S = 10.0
 """Seconds by which a rank may be late for a collective without any fault, for example if its node
 pages, at least."""
@@ -69,6 +72,7 @@ def check(config: Config, starts_here: bool = False) -> list[str]:
         _engine,
         _rewards,
         _trackers,
+        _profile,
         _programs,
         partial(check_machine, starts_here=starts_here),
         _planes,
@@ -115,6 +119,26 @@ def check_request(config: Config) -> list[str]:
 
 def _key(finding: str) -> str:
     return finding.partition(":")[0]
+
+
+def _profile(config: Config) -> Findings:
+    profile = config.profile
+    try:
+        steps = parse_steps(profile.steps)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for role in profile.roles:
+        if role not in PROFILED_ROLES:
+            yield f"profile.roles: found {role!r}, allowed: {', '.join(PROFILED_ROLES)}"
+    if any(rank < 0 for rank in profile.ranks):
+        yield f"profile.ranks: found {min(profile.ranks)}, allowed: numbers from 0 on"
+    kind = config.rollout.engine.kind
+    if steps and ENGINES in profile.roles and kind in _WITHOUT_PROFILER:
+        yield (
+            f"profile.roles: found {ENGINES} with engine kind {kind}, which has no profiler; "
+            "allowed: an engine of kind sglang, or other roles"
+        )
 
 
 def _run(config: Config) -> Findings:

@@ -94,9 +94,7 @@ def _shares_of(
     return shares
 
 
-def _sampled(
-    run: RunDir, group: str, shares: Mapping[tuple[str, int], float]
-) -> dict[str, float | int | None]:
+def _sampled(run: RunDir, group: str, shares: Mapping[tuple[str, int], float]) -> dict[str, Any]:
     """Totals of the samples of a group's processes."""
     cpu_s = joules = busy_s = gpu_s = 0.0
     peak_bytes, errors = 0, Counter[str]()

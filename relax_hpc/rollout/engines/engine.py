@@ -11,6 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.versions import Version
+from relax_hpc.config.schema import ProfileConfig
 from relax_hpc.data.generation import (
     CUT_REASONS,
     Draft,
@@ -36,6 +37,7 @@ __all__ = [
     "FinishReason",
     "GenerateRequest",
     "Generation",
+    "ProfiledEngine",
     "PromptScorer",
     "PromptScores",
     "Sampling",
@@ -102,6 +104,18 @@ class BatchedEngine(Protocol):
 
 
 DrawsTogether = BatchedEngine  # Name in release 0.1.
+
+
+@runtime_checkable
+class ProfiledEngine(Protocol):
+    """An engine with a profiler."""
+
+    async def start_profile(self, folder: Path, name: str, profile: ProfileConfig) -> None:
+        """Start to record a trace, which becomes a file in ``folder`` whose name begins with
+        ``name``. EngineFault: it cannot be started."""
+
+    async def stop_profile(self) -> None:
+        """Write the trace. It is no error if it was written already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import orjson
 from relax_hpc.base.model_sizes import read_seconds
 from relax_hpc.base.routes import RouteShape
 from relax_hpc.base.versions import Version
-from relax_hpc.config.schema import EngineConfig, PartialRollout
+from relax_hpc.config.schema import EngineConfig, PartialRollout, ProfileConfig
 from relax_hpc.rollout.engines.batcher import Batcher
 from relax_hpc.rollout.engines.deadline import SilenceTimeout
 from relax_hpc.rollout.engines.engine import (
@@ -307,6 +307,32 @@ class SglangClient:
                     "timeout", f"the server still works on cancelled requests after {limit} s"
                 )
             await self._call("/release_memory_occupation", {}, limit)
+
+    async def start_profile(
+        self, folder: Path, name: str, profile: ProfileConfig, kinds: Sequence[str]
+    ) -> None:
+        """See `ProfiledEngine`. ``kinds``: activities to record, CPU and GPU."""
+        # With num_steps, SGLang 0.5.21 counts forward passes, and ends the profile itself.
+        body = {
+            "output_dir": str(folder),
+            "num_steps": profile.engine_batches,
+            "activities": list(kinds),
+            "with_stack": profile.stacks,
+            "record_shapes": profile.shapes,
+            "profile_id": name,
+        }
+        await self._call("/start_profile", body, self._settings.update_timeout_s)
+
+    async def stop_profile(self) -> None:
+        """See `ProfiledEngine`."""
+        # SGLang 0.5.21 generates nothing while it writes the file.
+        with self._silence.suspended():
+            try:
+                await self._call("/stop_profile", {}, self._settings.update_timeout_s)
+            except EngineFault as fault:
+                # It answers 500 if the profile has ended already.
+                if fault.reason != "http_error":
+                    raise
 
     async def _swap(self, weights: dict[str, Any], is_busy: bool, limit: float) -> dict[str, Any]:
         """Update from disk, with the requests of a busy server paused. Return the server's

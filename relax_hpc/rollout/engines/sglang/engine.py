@@ -13,7 +13,7 @@ from relax_hpc.base.model_sizes import read_seconds
 from relax_hpc.base.server_devices import first_device
 from relax_hpc.base.versions import Version
 from relax_hpc.config.gpus import gpu_vendor
-from relax_hpc.config.schema import Config
+from relax_hpc.config.schema import Config, ProfileConfig
 from relax_hpc.net.rendezvous.affinity import numa_of_gpus
 from relax_hpc.net.rendezvous.network import LOOPBACK
 from relax_hpc.queue.storage.media import read_placeholders
@@ -155,6 +155,17 @@ class SglangEngine:
         """See `Engine.release`."""
         async with self._report_dead_server():
             await self._client.release()
+
+    async def start_profile(self, folder: Path, name: str, profile: ProfileConfig) -> None:
+        """See `ProfiledEngine`."""
+        kinds = ["CPU"] if self._config.model.device == "cpu" else ["CPU", "GPU"]
+        async with self._report_dead_server():
+            await self._client.start_profile(folder, name, profile, kinds)
+
+    async def stop_profile(self) -> None:
+        """See `ProfiledEngine`."""
+        async with self._report_dead_server():
+            await self._client.stop_profile()
 
     @property
     def pause_s(self) -> float:
