@@ -34,6 +34,11 @@ _SHOWN = 20
 
 def _audit_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="Read the whole journal and every event, also if a summary of them exists.",
+    )
     json_argument(parser)
 
 
@@ -72,7 +77,9 @@ def _on_run(
 def _audit(run: RunDir, arguments: dict[str, Any]) -> int:
     from relax_hpc.queue.inspect.audit import Ledger
 
-    ledger, finished = Ledger(run), run.finished.exists()
+    is_full = arguments.get("full", False)
+    ledger = Ledger(run) if is_full else Ledger.from_summary(run)
+    finished = run.finished.exists()
     live = not finished and _answers(run)
     trained, steps = ledger.state.progress.trained_steps, ledger.plan.steps
     audit = ledger.judge(trained)
@@ -89,6 +96,7 @@ def _audit(run: RunDir, arguments: dict[str, Any]) -> int:
         "trained_steps": trained,
         "steps": steps,
         "journal_records": ledger.records,
+        "summarised_records": ledger.summarised_records,
     }
     report |= _count_rows(audit, len(ledger.plan.undeclared))
     print(json.dumps(report) if arguments.get("json") else "\n".join(_audit_lines(report)))
@@ -121,6 +129,11 @@ def _audit_lines(report: dict[str, Any]) -> Iterator[str]:
         f"{report['journal_records']} journal records"
     )
     yield f"{report['run_dir']}: {report['state']}, {progress}"
+    if report["summarised_records"]:
+        yield (
+            f"{report['summarised_records']} of the records from the hub's summary, whose bytes "
+            "were compared with the journal; --full reads all"
+        )
     if report["state"] == "live":
         yield "the run continues: these are the numbers of a moment ago"
     yield _row(
@@ -259,7 +272,7 @@ QUEUE = CommandGroup(
         "audit": Command(
             "Prove from the journal that every task has consumed each accepted row exactly once, "
             "or that the row was dropped for a reason.",
-            "RUN [--json]",
+            "RUN [--full] [--json]",
             _audit_arguments,
             partial(_on_run, "audit", _audit),
             only_reads=True,

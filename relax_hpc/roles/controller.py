@@ -19,9 +19,12 @@ from relax_hpc.queue.controller.save_clock import SaveClock
 from relax_hpc.queue.controller.server import Controller
 from relax_hpc.queue.plan import Plan
 from relax_hpc.roles.board import Board
+from relax_hpc.roles.summary_process import SummaryProcess
 
 _SYNCED_BY_WRITERS = ("checkpoints", "logs", "queue", "rendezvous", "tensorboard", "weights")
 """Folders of a run whose writers sync their files themselves."""
+_SUMMARY_SHARE = 0.3
+"""Share of liveness.stop_timeout_s in which the end of a long run may be summarised."""
 _TRACKERS_SHARE = 0.5
 """Share of liveness.stop_timeout_s in which trackers may finish. After the whole time the
 supervisor kills the hub."""
@@ -65,6 +68,7 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -
     board.own_metrics = resources.metrics
     trackers = TrackerProcesses(directory, config.metrics.trackers, logs, board.note_first_failure)
     unmarked = WriteRetry(directory.finished)
+    summaries = SummaryProcess(directory)
     controller.service.on_report = board.report
     controller.service.on_show = board.show
     controller.service.on_first_failure = board.note_first_failure
@@ -74,6 +78,7 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -
 
     def should_end() -> bool:
         trackers.report_failures()
+        summaries.poll(controller.journal.position.offset)
         done = controller.state.progress.finished() and not controller.stuck
         if done and not directory.finished.exists() and unmarked.is_due():
             dropped = dict(controller.state.counts.dropped)
@@ -87,6 +92,9 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -
     controller.serve(until=should_end)
     controller.close()
     resources.close()
+    summaries.close(
+        controller.journal.position.offset, _SUMMARY_SHARE * config.liveness.stop_timeout_s
+    )
     trackers.close(_TRACKERS_SHARE * config.liveness.stop_timeout_s)
     board.close()
     return controller.state.progress.finished()

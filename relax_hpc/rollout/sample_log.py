@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.base.background import print_log_line
+from relax_hpc.base.block_summaries import Bytes
 from relax_hpc.base.disk_waits import AppendFile
 from relax_hpc.base.foreign_files import ForeignFileError, open_in_run
 from relax_hpc.config.schema import SamplesConfig
@@ -202,7 +203,7 @@ def read_samples(
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             for member in _members(path):
-                yield from _samples(member)
+                yield from parse_member(member)
         except ForeignFileError as error:
             complain(f"{path}: {error.strerror}; the samples that follow in it are left out")
 
@@ -221,7 +222,7 @@ def read_newest_samples(
         newest = list[Sample]()
         with contextlib.suppress(ForeignFileError):
             for member in _members_backward(path):
-                newest += _samples(member)
+                newest += parse_member(member)
                 if is_enough(newest):
                     break
         samples += newest
@@ -256,7 +257,8 @@ def _members_backward(path: Path) -> Iterator[bytes]:
         return
 
 
-def _samples(member: bytes) -> Iterator[Sample]:
+def parse_member(member: bytes) -> Iterator[Sample]:
+    """Samples in the content of a gzip member. Lines that are none are left out."""
     for line in member.splitlines():
         if len(line) > _MAX_SAMPLE_BYTES:
             continue
@@ -282,12 +284,8 @@ def _members(path: Path) -> Iterator[bytes]:
             open_in_run(path) as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            start = data.find(_MAGIC)
-            while start >= 0:
-                content, end = _inflate(data, start, path)
-                if content is not None:
-                    yield content
-                start = data.find(_MAGIC, end)
+            for _, _, content in inflate_members(data, path=path):
+                yield content
     except ForeignFileError:
         raise
     except (OSError, ValueError):
@@ -295,7 +293,20 @@ def _members(path: Path) -> Iterator[bytes]:
         return
 
 
-def _inflate(data: mmap.mmap, start: int, path: Path) -> tuple[bytes | None, int]:
+def inflate_members(
+    data: Bytes, start: int = 0, path: Path | None = None
+) -> Iterator[tuple[int, int, bytes]]:
+    """Start, end and content of each complete gzip member from ``start`` on. ForeignFileError: a
+    member must not be read."""
+    start = data.find(_MAGIC, start)
+    while start >= 0:
+        content, end = _inflate(data, start, path)
+        if content is not None:
+            yield start, end, content
+        start = data.find(_MAGIC, end)
+
+
+def _inflate(data: Bytes, start: int, path: Path | None) -> tuple[bytes | None, int]:
     """The content of the member at ``start``, and its end. If it is damaged: None, and the position
     from which to search for the next member.
 
@@ -315,7 +326,7 @@ def _inflate(data: mmap.mmap, start: int, path: Path) -> tuple[bytes | None, int
                     f"unpacks to more than {_MAX_MEMBER_BYTES} bytes, allowed: at most that in "
                     "one part"
                 )
-                raise ForeignFileError(errno.EFBIG, text, str(path))
+                raise ForeignFileError(errno.EFBIG, text, str(path or ""))
     except zlib.error:
         return None, start + len(_MAGIC)
     if not stream.eof:

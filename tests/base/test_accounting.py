@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,11 +17,11 @@ from relax_hpc.base.metrics.accounting import (
     Account,
     Label,
     even_split,
-    seconds_by_label,
     uncovered_intervals,
 )
-from relax_hpc.base.metrics.read_spans import Span, read_processes
+from relax_hpc.base.metrics.read_spans import merge_intervals, read_processes
 from relax_hpc.base.metrics.shares import is_by_peer, shares_of_time, tags_of_time
+from relax_hpc.base.metrics.span_table import Merged, Span, SpanTable, seconds_by_label
 from relax_hpc.base.metrics.spans import KINDS, OpenSpan, Spans
 from relax_hpc.base.metrics.timeline import WorkerTimeline, workers_of_process
 
@@ -60,11 +61,47 @@ def test_every_kind_has_its_place() -> None:
     assert set(PRIORITY) == set(KINDS)
 
 
+def table_of(stretches: list[tuple[Label, int, int]]) -> SpanTable:
+    return SpanTable.from_spans(
+        Span("actor", label.what, None, low, high, label.peer) for label, low, high in stretches
+    )
+
+
+def seconds_one_by_one(
+    stretches: list[tuple[Label, int, int]], start: int, end: int
+) -> dict[Label, float]:
+    """Seconds by label, from an account that sees one edge after the other."""
+    edges: list[tuple[float, bool, Label]] = []
+    for label, low, high in stretches:
+        low, high = max(low, start), min(high, end)
+        if high > low:
+            edges += [(low, True, label), (high, False, label)]
+    account = Account(start)
+    for time, is_begin, label in sorted(edges):
+        (account.begin if is_begin else account.end)(label, time)
+    return account.take(max(start, end))
+
+
 @given(STRETCHES, TIMES, TIMES)
 def test_a_partition_is_what_painting_gives(stretches, start, end) -> None:
-    found = seconds_by_label(stretches, start, end)
+    table = table_of(stretches)
+    found = seconds_by_label(*table.labels, table.start, table.end, (start, end))
     assert by_kind(found) == painted(stretches, start, end)
     assert sum(found.values()) == max(0, end - start)
+    assert found == seconds_one_by_one(stretches, start, end)
+
+
+@given(STRETCHES, st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=5))
+def test_columns_cover_what_single_intervals_cover(stretches, windows) -> None:
+    merged = table_of(stretches).merged()
+    pairs = list(zip(merged.starts.tolist(), merged.ends.tolist(), strict=True))
+    assert pairs == merge_intervals((low, high) for _, low, high in stretches)
+    lows, highs = np.array([(min(pair), max(pair)) for pair in windows], float).T
+    covered = Merged(merged.starts, merged.ends).covered(lows, highs)
+    assert covered.tolist() == [
+        sum(max(0, min(high, end) - max(low, start)) for start, end in pairs)
+        for low, high in zip(lows, highs, strict=True)
+    ]
 
 
 @given(TIMES, TIMES, st.lists(st.tuples(TIMES, TIMES), max_size=5))

@@ -26,7 +26,7 @@ from relax_hpc.cluster.supervise.command import AHEAD
 from relax_hpc.cluster.supervise.launch_records import read_launch
 from relax_hpc.config import load_resolved
 from relax_hpc.queue.controller.state.queue_state import QueueState
-from relax_hpc.queue.inspect.audit import journal_records
+from relax_hpc.queue.inspect.journal_copy import journal_records
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage import record_file

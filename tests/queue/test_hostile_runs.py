@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import os
-import shutil
 import socket
 import sys
 import time
@@ -38,7 +37,6 @@ from relax_hpc.commands.program import main
 from relax_hpc.config import Config, dump, load_resolved
 from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
 from relax_hpc.queue.controller import eventlog
-from relax_hpc.queue.inspect.audit import JournalCopy
 from relax_hpc.queue.plan import Plan
 from relax_hpc.rollout import sample_log
 from relax_hpc.rollout.sample_log import read_samples
@@ -410,17 +408,6 @@ def test_a_journal_that_no_controller_has_written_ends_commands_in_a_line(
     code, _, err = printed(run, "queue", "audit")
     assert code == EXIT_CONFIG and len(err.splitlines()) == 1, err
     assert str(run.journal) in err
-
-
-def test_a_journal_that_would_fill_the_disk_of_its_reader_is_not_copied(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = shutil.disk_usage(run.root)._replace(free=1 << 30)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    with (run.journal / "inc-000001.journal").open("wb") as file:
-        file.truncate(1 << 30)
-    with pytest.raises(ValueError, match="set TMPDIR to a folder with more space"):
-        list(JournalCopy(run).records())
 
 
 MODULE = """

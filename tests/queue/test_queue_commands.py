@@ -27,7 +27,8 @@ from relax_hpc.config import dump
 from relax_hpc.config.schema import Config
 from relax_hpc.queue.controller.journal import Journal
 from relax_hpc.queue.inspect import export
-from relax_hpc.queue.inspect.audit import Audit, Ledger, audit, journal_records
+from relax_hpc.queue.inspect.audit import Audit, Ledger, audit
+from relax_hpc.queue.inspect.journal_copy import journal_records
 from relax_hpc.queue.plan import Plan
 from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
 from tests.helpers.checked_queue import GROUPS

@@ -14,7 +14,7 @@ import torch
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config, TinyModelConfig
 from relax_hpc.queue.client import Claim
-from relax_hpc.queue.inspect.audit import journal_records
+from relax_hpc.queue.inspect.journal_copy import journal_records
 from relax_hpc.roles.critic import Values
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.helpers.audit import audit

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.queue.inspect.audit import journal_records
+from relax_hpc.queue.inspect.journal_copy import journal_records
 from tests.helpers.audit import audit
 from tests.helpers.run_helpers import LIGHT, Running, merged, running, trained_steps
 from tests.requirements import requires

@@ -40,10 +40,6 @@ class Label:
     reason: str = ""
 
 
-Stretch = tuple[Label, float, float]
-"""Label, and its beginning and end, seconds."""
-
-
 class Account:
     """Seconds of one worker by label, from the begins and ends of its spans. Times never decrease.
 
@@ -91,25 +87,9 @@ class Account:
         return {label: seconds for label, seconds in taken.items() if seconds}
 
     def _settle(self, now: float) -> None:
-        label = min(self._running, key=_rank, default=Label(OTHER))
+        label = min(self._running, key=rank_of, default=Label(OTHER))
         self._seconds[label] += max(0.0, now - self._at)
         self._at = max(now, self._at)
-
-
-def seconds_by_label(stretches: Iterable[Stretch], start: float, end: float) -> dict[Label, float]:
-    """The seconds of [start, end] by label. Seconds that no stretch covers are labelled OTHER."""
-    edges: list[tuple[float, bool, Label]] = []
-    for label, low, high in stretches:
-        low, high = max(low, start), min(high, end)
-        if high > low:
-            edges += [(low, True, label), (high, False, label)]
-    account = Account(start)
-    for time, is_begin, label in sorted(edges):
-        if is_begin:
-            account.begin(label, time)
-        else:
-            account.end(label, time)
-    return account.take(max(start, end))
 
 
 def uncovered_intervals(interval: Interval, holes: Iterable[Interval]) -> Iterator[Interval]:
@@ -153,5 +133,6 @@ def even_split(rollout_s: float, actor_s: float, rollout: int, actor: int) -> tu
     return best, total - best
 
 
-def _rank(label: Label) -> int:
+def rank_of(label: Label) -> int:
+    """Position of a label in `PRIORITY`."""
     return PRIORITY.index(label.what) if label.what in PRIORITY else len(PRIORITY)

@@ -5,14 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-import os
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.base.block_summaries import (
+    BlockFormat,
+    cut_after_line,
+    read_blocks,
+    read_with_summary,
+    summary_of,
+)
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.foreign_files import ForeignFileError, open_in_run, parse_json, read_lines
+from relax_hpc.base.foreign_files import ForeignFileError, parse_json, read_lines
 from relax_hpc.base.metrics.writer import METRICS_FILE, RESERVED
 
 _FILE_BYTES = 1 << 30
@@ -49,8 +58,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return load_metrics(run_dir).rows
 
 
-def load_metrics(run_dir: Path) -> Metrics:
+def load_metrics(run_dir: Path, with_summary: bool = True) -> Metrics:
     """Read and merge <run_dir>/metrics.jsonl.
+
+    ``with_summary``: use the parsed lines in <run_dir>/summaries, see `base.block_summaries`. The
+    result is the same without them.
 
     A rollback to step r removes lines of steps >= r of older incarnations, and earlier lines of its
     own incarnation. A late line of an older incarnation is removed too. Evaluations of step r stay,
@@ -58,11 +70,17 @@ def load_metrics(run_dir: Path) -> Metrics:
     newest incarnation wins, tag by tag. ConfigError: the file is not a regular file of a run, or is
     too large.
     """
+    if with_summary:
+        return read_with_summary(partial(_load_metrics, run_dir))
+    return _load_metrics(run_dir, False)
+
+
+def _load_metrics(run_dir: Path, with_summary: bool) -> Metrics:
     path = run_dir / METRICS_FILE
     if not path.exists():
         return Metrics()
     try:
-        lines, torn = parse_lines(_lines(path))
+        lines, torn = _read_lines(path, summary_of(run_dir, path) if with_summary else None)
     except ForeignFileError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     metrics = merge_lines(lines)
@@ -115,14 +133,49 @@ def _surviving(
     return kept if kept.keys() - RESERVED else None
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Lines of a file of metrics. ForeignFileError: it is not read."""
-    with open_in_run(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > _FILE_BYTES:
-            raise ForeignFileError(
-                errno.EFBIG, f"found {size} bytes, allowed for metrics: {_FILE_BYTES}", str(path)
-            )
-        yield from read_lines(file)
+def _read_lines(path: Path, summary: Path | None) -> tuple[list[dict[str, Any]], int]:
+    """Lines of a file of metrics, see `parse_lines`. ForeignFileError: it is not read."""
+    if (size := path.stat().st_size) > _FILE_BYTES:
+        raise ForeignFileError(
+            errno.EFBIG, f"found {size} bytes, allowed for metrics: {_FILE_BYTES}", str(path)
+        )
+    lines, torn = list[dict[str, Any]](), 0
+    for content in read_blocks(path, summary, BLOCKS):
+        torn += content["torn"]
+        for run in content["runs"]:
+            lines += _unpack_run(run)
+    return lines, torn
+
+
+def _parse_block(data: bytes) -> dict[str, Any]:
+    """Content of whole lines, for a summary: the number of incomplete lines, and runs of lines
+    with the same keys."""
+    lines, torn = parse_lines(read_lines(BytesIO(data)))
+    runs = list[dict[str, Any]]()
+    for line in lines:
+        keys, values = list(line), list(line.values())
+        # A line of an event has a text.
+        has_numbers = all(type(value) in (int, float) for value in values)
+        form = "d" if has_numbers else ""
+        if not runs or (runs[-1]["keys"], runs[-1]["form"]) != (keys, form):
+            runs.append({"keys": keys, "form": form, "values": array("d") if form else []})
+        runs[-1]["values"].extend(values)
+    for run in runs:
+        if run["form"]:
+            run["values"] = run["values"].tobytes()
+    return {"torn": torn, "runs": runs}
+
+
+def _unpack_run(run: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Lines of a run of `_parse_block`."""
+    keys, values = run["keys"], run["values"]
+    if run["form"]:
+        values = array(run["form"], values).tolist()
+    for start in range(0, len(values), len(keys)):
+        line = dict(zip(keys, values[start : start + len(keys)], strict=True))
+        # All numbers of a run are floats. These are integers that a float represents exactly.
+        line["step"], line["incarnation"] = int(line["step"]), int(line["incarnation"])
+        yield line
 
 
 def count_lines(path: Path, end: int) -> int:
@@ -174,3 +227,7 @@ def _number(value: Any) -> Any:
         return value if math.isfinite(value) else math.nan
     except OverflowError:
         return math.nan
+
+
+BLOCKS = BlockFormat(1, _parse_block, cut_after_line)
+"""Blocks of metrics.jsonl."""

@@ -4,23 +4,29 @@ sides."""
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
+
+import numpy as np
 
 from relax_hpc.base.metrics.accounting import (
     IDLE,
     UNFINISHED,
     Interval,
     Label,
-    Stretch,
-    seconds_by_label,
     sum_by_label,
     uncovered_intervals,
 )
-from relax_hpc.base.metrics.read_spans import Process, Span, merge_intervals
+from relax_hpc.base.metrics.read_spans import Process
+from relax_hpc.base.metrics.span_table import (
+    Floats,
+    Integers,
+    Merged,
+    Span,
+    SpanTable,
+    seconds_by_label,
+)
 
 USEFUL = ("generate", "train", "forward", "eval", "queue")
 """Kinds of work that advance the run. Loading, and publishing old weights again, do not."""
@@ -40,24 +46,35 @@ class WorkerTimeline:
     """Whether it wrote the time of its end. If not, its work after its last span is unknown."""
 
     @cached_property
-    def stretches(self) -> list[Stretch]:
-        """Spans of the worker, and the time after its last span if it did not end cleanly."""
-        stretches = [
-            (Label(span.what, span.peer, span.reason), span.start, span.end) for span in self.spans
-        ]
-        if not stretches:
-            return [(Label("start"), self.began, self.ended)]
-        if not self.ended_cleanly:
-            last = max(end for _, _, end in stretches)
-            stretches.append((Label(UNFINISHED), last, self.ended))
-        return stretches
+    def table(self) -> SpanTable:
+        return SpanTable.from_spans(self.spans)
 
     @cached_property
-    def busy(self) -> list[Interval]:
-        """Intervals in which it worked, merged."""
-        return merge_intervals(
-            (start, end) for label, start, end in self.stretches if label.what not in IDLE
-        )
+    def _stretches(self) -> tuple[list[Label], Integers, Floats, Floats]:
+        """Distinct labels, and of each stretch the index of its label, its begin and its end.
+
+        Stretches are the spans of the worker, and the time after its last span if it did not end
+        cleanly.
+        """
+        labels, label = self.table.labels
+        starts, ends = self.table.start, self.table.end
+        last: tuple[Label, float] | None = None
+        if not len(starts):
+            last = Label("start"), self.began
+        elif not self.ended_cleanly:
+            last = Label(UNFINISHED), float(ends.max())
+        if last:
+            labels = [*labels, last[0]]
+            label = np.append(label, len(labels) - 1)
+            starts, ends = np.append(starts, last[1]), np.append(ends, self.ended)
+        return labels, label, starts, ends
+
+    @cached_property
+    def busy(self) -> Merged:
+        """Intervals in which it worked."""
+        labels, label, starts, ends = self._stretches
+        is_work = np.array([one.what not in IDLE for one in labels], np.bool_)[label]
+        return Merged.from_intervals(starts[is_work], ends[is_work])
 
     def seconds_alive(self, start: float, end: float) -> float:
         """Seconds of its life in [start, end]."""
@@ -69,14 +86,16 @@ class WorkerTimeline:
         """Seconds of its life in [start, end], without ``holes``, by label. Each second counts
         once."""
         intervals = uncovered_intervals((max(start, self.began), min(end, self.ended)), holes)
-        return sum_by_label(seconds_by_label(self.stretches, low, high) for low, high in intervals)
+        return sum_by_label(
+            seconds_by_label(*self._stretches, (low, high)) for low, high in intervals
+        )
 
     def useful_interval(self) -> Interval | None:
         """Begin of its first span of useful work, and end of its last one. None: there is none."""
-        spans = [span for span in self.spans if span.what in USEFUL]
-        if not spans:
+        spans = self.table.of_kinds(USEFUL)
+        if not len(spans):
             return None
-        return min(span.start for span in spans), max(span.end for span in spans)
+        return float(spans.start.min()), float(spans.end.max())
 
 
 def workers_of_process(process: Process, ended: float) -> list[WorkerTimeline]:
@@ -99,27 +118,32 @@ def workers_of_process(process: Process, ended: float) -> list[WorkerTimeline]:
 def step_ends(workers: Iterable[WorkerTimeline]) -> dict[int, float]:
     """End of the last training of each step, in ascending order of steps."""
     ends: dict[int, float] = {}
-    for _, span in _training(workers):
-        if span.step is not None:
-            ends[span.step] = max(span.end, ends.get(span.step, -math.inf))
+    for _, spans in _training(workers):
+        for step, end in zip(spans.step.tolist(), spans.end.tolist(), strict=True):
+            ends[step] = max(end, ends.get(step, -math.inf))
     return dict(sorted(ends.items()))
 
 
 def find_repeated_training(workers: Iterable[WorkerTimeline]) -> list[tuple[WorkerTimeline, Span]]:
     """Spans of training whose step a later incarnation of the actor has trained again."""
-    trained = [
-        (worker, span, span.step) for worker, span in _training(workers) if span.step is not None
-    ]
+    trained = list(_training(workers))
     newest: dict[int, int] = {}
-    for worker, _, step in trained:
-        newest[step] = max(worker.incarnation, newest.get(step, 0))
-    return [(worker, span) for worker, span, step in trained if worker.incarnation < newest[step]]
+    for worker, spans in trained:
+        for step in np.unique(spans.step).tolist():
+            newest[step] = max(worker.incarnation, newest.get(step, 0))
+    repeated = list[tuple[WorkerTimeline, Span]]()
+    for worker, spans in trained:
+        for number, step in enumerate(spans.step.tolist()):
+            if worker.incarnation < newest[step]:
+                repeated.append((worker, spans[number]))
+    return repeated
 
 
-def _training(workers: Iterable[WorkerTimeline]) -> Iterator[tuple[WorkerTimeline, Span]]:
+def _training(workers: Iterable[WorkerTimeline]) -> Iterator[tuple[WorkerTimeline, SpanTable]]:
+    """Workers of the actor, and their spans of training that belong to a step."""
     for worker in workers:
         if worker.role == "actor":
-            yield from ((worker, span) for span in worker.spans if span.what == "train")
+            yield worker, worker.table.of_kinds(["train"]).with_step()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +172,18 @@ def measure_pace(workers: Sequence[WorkerTimeline], ends: dict[int, float]) -> P
     rollout, actor = (
         [worker for worker in workers if worker.role == role] for role in ("rollout", "actor")
     )
-    sides = [median(_busy(side, start, end) for start, end in windows) for side in (rollout, actor)]
-    return Pace(len(windows), median(end - start for start, end in windows), *sides)
+    starts, finishes = np.array(windows, np.float64).T
+    sides = [float(np.median(_busy(side, starts, finishes))) for side in (rollout, actor)]
+    return Pace(len(windows), float(np.median(finishes - starts)), *sides)
 
 
-def _busy(workers: Iterable[WorkerTimeline], start: float, end: float) -> float:
-    """Mean seconds of [start, end] in which ``workers`` were busy."""
-    seconds_busy = seconds_alive = 0.0
+def _busy(workers: Iterable[WorkerTimeline], starts: Floats, ends: Floats) -> Floats:
+    """Mean seconds of each interval [starts, ends] in which ``workers`` were busy."""
+    busy_s, alive_s = np.zeros(len(starts)), np.zeros(len(starts))
     for worker in workers:
-        if seconds := worker.seconds_alive(start, end):
-            seconds_alive += seconds
-            seconds_busy += _covered(worker.busy, start, end)
-    return (end - start) * seconds_busy / seconds_alive if seconds_alive else 0.0
-
-
-def _covered(merged: Sequence[Interval], start: float, end: float) -> float:
-    """Seconds of [start, end] that disjoint ascending intervals cover."""
-    total = 0.0
-    for low, high in merged[max(0, bisect_right(merged, (start, math.inf)) - 1) :]:
-        if low >= end:
-            break
-        total += max(0.0, min(high, end) - max(low, start))
-    return total
+        alive = np.minimum(ends, worker.ended) - np.maximum(starts, worker.began)
+        is_alive = alive > 0
+        alive_s += np.where(is_alive, alive, 0.0)
+        busy_s += np.where(is_alive, worker.busy.covered(starts, ends), 0.0)
+    share = np.divide(busy_s, alive_s, out=np.zeros(len(starts)), where=alive_s > 0)
+    return (ends - starts) * share

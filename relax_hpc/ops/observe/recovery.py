@@ -88,10 +88,10 @@ def _intervals(after: PastIncarnation, ended: float) -> dict[str, list[Interval]
     for stage in after.stages:
         intervals.setdefault(sort_stage(stage.name), []).append((stage.start, stage.end))
     for worker in after.workers:
-        for span in worker.spans:
-            part = WAITS if span.what == "wait" else WEIGHTS
-            if span.what == "wait" or span.what in _WEIGHT_SPANS:
-                intervals.setdefault(part, []).append((span.start, span.end))
+        for part, whats in ((WAITS, ("wait",)), (WEIGHTS, _WEIGHT_SPANS)):
+            spans = worker.table.of_kinds(whats)
+            pairs = zip(spans.start.tolist(), spans.end.tolist(), strict=True)
+            intervals.setdefault(part, []).extend(pairs)
     return intervals
 
 
@@ -100,8 +100,9 @@ def _next_step_end(workers: Sequence[WorkerTimeline], since: float) -> float | N
     actors = [worker for worker in workers if worker.role == "actor"]
     trained = list[tuple[float, int, int, float]]()
     for worker in actors:
-        for span in worker.spans:
-            if span.what == "train" and span.step is not None and span.start >= since:
+        spans = worker.table.of_kinds(["train"]).with_step()
+        for span in spans.select(spans.start >= since):
+            if span.step is not None:
                 trained.append((span.start, worker.incarnation, span.step, span.end))
     if not trained:
         return None

@@ -66,7 +66,8 @@ def report(
     section = _select_section(workers, first, last)
     window, wall_s = section.window, _wall_s(workers, section.window)
     all_restarts = restarts(incarnations)
-    pace, waits = measure_pace(workers, section.ends), _waits(workers, window)
+    seconds_by_role = _by_role(workers, window)
+    pace, waits = measure_pace(workers, section.ends), _waits(seconds_by_role)
     metrics = load_metrics(run.root)
     values = {
         "run_dir": str(run.root),
@@ -75,7 +76,7 @@ def report(
         "first_step": section.first,
         "last_step": section.last,
         "wall_s": wall_s,
-        "roles": _roles(workers, window),
+        "roles": _roles(seconds_by_role),
         "waits": waits,
         "pace": _pace(pace),
         "bottleneck": _bottleneck(pace, waits),
@@ -137,10 +138,10 @@ def _wall_s(workers: Sequence[WorkerTimeline], window: Interval) -> float:
     return union_length(((worker.began, worker.ended) for worker in workers), *window)
 
 
-def _roles(workers: Sequence[WorkerTimeline], window: Interval) -> dict[str, Any]:
+def _roles(seconds_by_role: Mapping[str, Mapping[Label, float]]) -> dict[str, Any]:
     """Seconds and shares of each role by kind. They add up to the lives of its workers."""
     roles: dict[str, Any] = {}
-    for role, seconds in _by_role(workers, window).items():
+    for role, seconds in seconds_by_role.items():
         kinds: dict[str, float] = defaultdict(float)
         for label, spent in seconds.items():
             kinds[label.what] += spent
@@ -151,10 +152,10 @@ def _roles(workers: Sequence[WorkerTimeline], window: Interval) -> dict[str, Any
     return roles
 
 
-def _waits(workers: Sequence[WorkerTimeline], window: Interval) -> list[dict[str, Any]]:
+def _waits(seconds_by_role: Mapping[str, Mapping[Label, float]]) -> list[dict[str, Any]]:
     """Waits of each role, longest first; `share`: of all time of the role."""
     result = list[dict[str, Any]]()
-    for role, seconds in _by_role(workers, window).items():
+    for role, seconds in seconds_by_role.items():
         total = sum(seconds.values())
         waits = [(spent, label) for label, spent in seconds.items() if label.what == "wait"]
         for spent, label in sorted(waits, reverse=True):

@@ -7,20 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from relax_hpc.base.rundir import is_map
+from relax_hpc.rollout.sample_index import is_valid
 from relax_hpc.rollout.sample_log import Sample
 
 Types = Mapping[str, type | tuple[type, ...]]
 """Types by the names of fields."""
 _NONE = type(None)
-_FIELDS: Types = {
-    **dict.fromkeys(("id", "prompt", "response", "finish_reason"), str),
-    **dict.fromkeys(("reward", "step", "time"), (int, float)),
-    **dict.fromkeys(("eval", "shard", "answer", "prompt_id"), (str, _NONE)),
-    **dict.fromkeys(("tokens", "trained"), (int, _NONE)),
-    **dict.fromkeys(("versions", "media", "turns"), (list, _NONE)),
-    **dict.fromkeys(("components", "environment", "recording"), (dict, _NONE)),
-}
-"""Types of the fields of a sample; those with a None type are optional."""
 _MEDIUM: Types = {"kind": str, "about": str, "picture": (str, _NONE)}
 _CALL: Types = {**dict.fromkeys(("name", "error"), (str, _NONE)), "arguments": (dict, _NONE)}
 _TURN: Types = {
@@ -35,7 +27,7 @@ _TURN: Types = {
 def valid_samples(samples: Iterable[Sample]) -> Iterator[Sample]:
     """Samples with all required fields, without optional fields of a wrong type."""
     for sample in samples:
-        if is_map(sample, **_FIELDS) and math.isfinite(sample["reward"]):
+        if is_valid(sample):
             valid = _valid_entries(sample, media=_MEDIUM, turns=_TURN)
             valid["components"] = _numbers(valid.get("components", {}))
             if "turns" in valid:

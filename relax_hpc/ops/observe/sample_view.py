@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from relax_hpc.base.errors import EXIT_DONE, ConfigError
 from relax_hpc.base.rundir import RunDir, write_atomic
@@ -17,10 +20,13 @@ from relax_hpc.ops.observe.sample_reading import valid_samples
 from relax_hpc.ops.observe.sample_text import print_samples
 from relax_hpc.queue.controller.journal import JournalError
 from relax_hpc.queue.inspect.fates import Fate, Fates, read_fates
-from relax_hpc.rollout.sample_log import Sample, read_samples
+from relax_hpc.rollout.sample_index import SampleIndex, read_index
+from relax_hpc.rollout.sample_log import Sample
 
 LIMIT, PAGE_LIMIT = 10, 5000
 """Default of --limit for printed samples, and for a page."""
+_EVALUATED = -2
+"""Number that stands for the ticket of a sample of an evaluation."""
 _COUNTED = ("accepted", "trained", "evaluated", "unknown")
 
 
@@ -41,16 +47,30 @@ class SampleFilter:
     dropped: bool = False
     """Whether to include samples that were dropped or never accepted."""
 
-    def fits(self, sample: Sample) -> bool:
-        """Whether ``sample`` is selected, regardless of its fate."""
-        is_of_step = self.step is None or sample["step"] == self.step
-        is_of_set = self.eval_set in (None, sample.get("eval", ""))
-        return is_of_step and is_of_set and self.reason in ("", sample["finish_reason"])
+    def select(self, index: SampleIndex, step: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Entries of ``index`` that are selected, regardless of their fates. ``step``: step of each
+        entry."""
+        is_selected = np.ones(len(index), np.bool_)
+        if self.step is not None:
+            is_selected &= step == self.step
+        if self.eval_set is not None:
+            numbers = [number for number, text in enumerate(index.texts) if text == self.eval_set]
+            is_selected &= np.isin(index.eval, [*numbers, -1] if not self.eval_set else numbers)
+        if self.reason:
+            numbers = [number for number, text in enumerate(index.texts) if text == self.reason]
+            is_selected &= np.isin(index.reason, numbers)
+        return is_selected
 
-    def sort_key(self, sample: Sample) -> tuple[float, float, float]:
-        """Key by which samples are sorted, largest first."""
-        reward = {"best": sample["reward"], "worst": -sample["reward"]}.get(self.order, 0.0)
-        return reward, sample["step"], sample["time"]
+    def sort(
+        self, index: SampleIndex, step: NDArray[np.float64], is_shown: NDArray[np.bool_]
+    ) -> NDArray[np.int64]:
+        """The first `limit` entries that are shown, in the order of the selection."""
+        rows = np.flatnonzero(is_shown)
+        sign = {"best": -1.0, "worst": 1.0}.get(self.order, 0.0)
+        # The last key counts most. Equal entries stay in the order of the index.
+        keys = (-index.time[rows], -step[rows], sign * index.reward[rows])
+        rows = rows[np.lexsort(keys)]
+        return rows[: self.limit] if self.limit else rows
 
 
 @dataclass(slots=True)
@@ -66,48 +86,65 @@ class SelectedSamples:
     """Names of the evaluation sets that have samples."""
 
 
-def select_samples(run: RunDir, selection: SampleFilter) -> SelectedSamples:
-    """Selected samples of ``run``, live or finished."""
-    result, fates = SelectedSamples(), _fates(run)
+def select_samples(
+    run: RunDir, selection: SampleFilter, with_summary: bool = True
+) -> SelectedSamples:
+    """Selected samples of ``run``, live or finished.
 
-    def matching() -> Iterator[Sample]:
-        for sample in valid_samples(read_samples(run.samples, _complain)):
-            result.sets.add(sample.get("eval", ""))
-            fate = fate_of(sample, fates)
+    ``with_summary``: use the run's summaries, see `base.block_summaries`. The result is the same
+    without them.
+    """
+    fates = _fates(run, with_summary)
+    index = read_index(run, _complain, with_summary)
+    fate_numbers, distinct_fates = _fates_of_entries(index, fates)
+    steps = np.array([math.nan if fate.step is None else fate.step for fate in distinct_fates])
+    step = np.where(np.isnan(steps[fate_numbers]), index.step, steps[fate_numbers])
+    is_selected = selection.select(index, step)
+    is_counted = np.array([fate.state in _COUNTED for fate in distinct_fates])[fate_numbers]
+    is_shown = is_selected & (is_counted | selection.dropped)
+    result = SelectedSamples(matching=int(is_shown.sum()))
+    hidden = fate_numbers[is_selected & ~is_shown]
+    for number, count in zip(*np.unique(hidden, return_counts=True), strict=True):
+        result.hidden[str(distinct_fates[number])] += int(count)
+    result.sets = {index.texts[number] for number in np.unique(index.eval) if number >= 0} - {""}
+    for row in selection.sort(index, step, is_shown).tolist():
+        fate = distinct_fates[fate_numbers[row]]
+        for sample in valid_samples([index.read(row) or {}]):
             if fate.step is not None:
                 sample["step"] = fate.step
-            if not selection.fits(sample):
-                continue
-            if selection.dropped or fate.state in _COUNTED:
-                result.matching += 1
-                yield sample | {"fate": str(fate)}
-            else:
-                result.hidden[str(fate)] += 1
-
-    limit = selection.limit or sys.maxsize
-    result.samples = heapq.nlargest(limit, matching(), key=selection.sort_key)
-    result.sets.discard("")
+            result.samples.append(sample | {"fate": str(fate)})
     return result
 
 
-def fate_of(sample: Sample, fates: Fates | None) -> Fate:
-    """Fate of ``sample``; ``fates`` is None if the journal cannot be read."""
-    if "eval" in sample:
-        return Fate("evaluated")
-    if fates is None:
-        return Fate("unknown")
-    ticket = sample["id"].partition(".")[0]
-    key = int(ticket) if ticket.isdecimal() else -1, str(sample.get("shard"))
-    return fates.get(key, Fate("never accepted"))
+def _fates_of_entries(
+    index: SampleIndex, fates: Fates | None
+) -> tuple[NDArray[np.int64], list[Fate]]:
+    """Number of the fate of each entry of ``index``, and the fates by number.
+
+    ``fates``: None if the journal cannot be read.
+    """
+    numbers: dict[Fate, int] = {}
+    ticket = np.where(index.eval >= 0, _EVALUATED, index.ticket)
+    pairs, inverse = np.unique(np.stack([ticket, index.shard]), axis=1, return_inverse=True)
+    by_pair = list[int]()
+    for ticket_number, shard in pairs.T.tolist():
+        if ticket_number == _EVALUATED:
+            fate = Fate("evaluated")
+        elif fates is None:
+            fate = Fate("unknown")
+        else:
+            fate = fates.get((ticket_number, index.texts[shard]), Fate("never accepted"))
+        by_pair.append(numbers.setdefault(fate, len(numbers)))
+    return np.array(by_pair, np.int64)[inverse.reshape(-1)], list(numbers) or [Fate("unknown")]
 
 
 def _complain(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _fates(run: RunDir) -> Fates | None:
+def _fates(run: RunDir, with_summary: bool) -> Fates | None:
     try:
-        return read_fates(run)
+        return read_fates(run, with_summary)
     except JournalError as error:
         _complain(f"{error}; the fates of samples are unknown")
         return None

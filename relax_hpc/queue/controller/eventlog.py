@@ -83,7 +83,7 @@ class EventLog:
         """Copy the beginning ``extent`` of the present events.jsonl; False, with an empty log: it
         does not match."""
         try:
-            for piece in _pieces(_bytes_after(self.path, self._keep_parts(extent.parts))):
+            for piece in _pieces(lines_after(self.path, self._keep_parts(extent.parts))):
                 if (self.extent.parts, self.extent.size) >= (extent.parts, extent.size):
                     break
                 self.write(piece)
@@ -103,7 +103,7 @@ class EventLog:
         for path in rotated_files(self.path)[:count]:
             if rotation_number(path) != kept + 1:
                 break
-            kept, chain = kept + 1, _chain_checksum(chain, _read_trailer(path)[0])
+            kept, chain = kept + 1, chain_checksum(chain, read_trailer(path)[0])
         self._reset(kept, chain)
         return kept
 
@@ -173,7 +173,7 @@ class EventLog:
         """Whether the first part of the file exists compressed."""
         end, crc = self._ends[0]
         with contextlib.suppress(OSError, struct.error):
-            return _read_trailer(self._part) == (crc, end % (1 << 32))
+            return read_trailer(self._part) == (crc, end % (1 << 32))
         return False
 
     def _try_pack(self) -> None:
@@ -231,7 +231,7 @@ class EventLog:
         lines.path = self.path if self._published else self._temporary
         self._lines.close()
         self._lines, self._removed = lines, self._removed + 1
-        self._chain = _chain_checksum(self._chain, crc)
+        self._chain = chain_checksum(self._chain, crc)
         self._ends = [(offset - cut, part_crc) for offset, part_crc in self._ends[1:]]
         self._retry_at = 0.0
 
@@ -245,7 +245,7 @@ class EventLog:
         """Extent of everything that was written."""
         chain = self._chain
         for _, crc in self._ends:
-            chain = _chain_checksum(chain, crc)
+            chain = chain_checksum(chain, crc)
         return Extent(self._size, self._crc, self._removed + len(self._ends), chain)
 
     def check(self) -> None:
@@ -273,10 +273,10 @@ def event_lines(path: Path) -> Iterator[bytes]:
     ForeignFileError: a file or a part is not a regular file of the run, or is larger than this
     package writes it.
     """
-    yield from _split_lines(_bytes_after(path, 0))
+    yield from split_lines(lines_after(path, 0))
 
 
-def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
     partial = b""
     try:
         for chunk in chunks:
@@ -293,7 +293,7 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield partial
 
 
-def _bytes_after(path: Path, removed: int) -> Iterator[bytes]:
+def lines_after(path: Path, removed: int) -> Iterator[bytes]:
     """Bytes after the first ``removed`` parts."""
     try:
         file = open_in_run(path)
@@ -340,7 +340,7 @@ def _read(file: int, start: int, end: int) -> Iterator[bytes]:
         start += len(chunk)
 
 
-def _read_trailer(path: Path) -> tuple[int, int]:
+def read_trailer(path: Path) -> tuple[int, int]:
     """Checksum and size of the content of a compressed part, from its gzip trailer."""
     with path.open("rb") as file:
         file.seek(-_TRAILER.size, os.SEEK_END)
@@ -348,5 +348,5 @@ def _read_trailer(path: Path) -> tuple[int, int]:
     return crc, size
 
 
-def _chain_checksum(chain: int, crc: int) -> int:
+def chain_checksum(chain: int, crc: int) -> int:
     return zlib.crc32(crc.to_bytes(4, "little"), chain)

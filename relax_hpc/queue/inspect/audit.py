@@ -7,37 +7,34 @@ What rolled-back weights did does not count. The owner of a prompt group declare
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from relax_hpc.base.foreign_files import open_in_run, parse_json
+from relax_hpc.base.foreign_files import parse_json
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.config import load_resolved
 from relax_hpc.config.roles import POLICY
 from relax_hpc.queue.controller.eventlog import event_lines
-from relax_hpc.queue.controller.journal import Journal, JournalError
+from relax_hpc.queue.controller.state.events import expand, to_line
 from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.inspect.event_extent import lines_after_extent
+from relax_hpc.queue.inspect.journal_copy import MALFORMED, DifferentJournalError, JournalCopy
+from relax_hpc.queue.inspect.journal_summary import JournalSummary, read_summary
+from relax_hpc.queue.inspect.row_lives import History, Lives, Mark, RowLives
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.records import Event
 from relax_hpc.queue.row_ids import parse_row_id, ticket_of
 
-_AFTER_ALL_INCARNATIONS = 999_999
 _EVENT_BYTES = 1 << 16
 """Longest line of events, in bytes. A longer one was not written by this package."""
-_COPY_BYTES = 1 << 20
-_MALFORMED = LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError
-"""Errors of records that this package has not written."""
 _DROPPED, _TRAINED = "dropped", POLICY
-_Mark = tuple[str, str]
-"""A task and the version that it used ("": none), or _DROPPED and the reason. _TRAINED: by all
-trainers."""
-_Lives = list[list[_Mark]]
+"""Uses in a mark. _TRAINED: by all trainers."""
+_COUNTED_EVENTS = ("dropped", "refused", "failed", "noted")
+"""Numbers of an audit that follow from single events."""
 
 
 @dataclass(slots=True)
@@ -74,6 +71,23 @@ class Audit:
     torn: dict[str, int] = field(default_factory=dict)
     """Bytes at the end of journal files that do not count: see `JournalCopy`."""
 
+    @property
+    def has_problems(self) -> bool:
+        return bool(self.problems or self.lost or self.duplicated)
+
+    def add(self, other: Audit, times: int = 1) -> None:
+        """Add the numbers and problems of rows, ``times`` times."""
+        self.problems += other.problems * times
+        self.lost += other.lost * times
+        self.duplicated += other.duplicated * times
+        self.accepted += other.accepted * times
+        self.trained += other.trained * times
+        self.in_flight += other.in_flight * times
+        for task, count in other.waiting.items():
+            self.waiting[task] += count * times
+        for task, count in other.consumed.items():
+            self.consumed[task] += count * times
+
 
 def audit(run: RunDir, steps: int | None = None) -> Audit:
     """Follow every row of a run that has ended.
@@ -98,117 +112,109 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
     return [parse_json(line) for line in event_lines(run.events)]
 
 
-def journal_records(run: RunDir) -> Iterator[dict[str, Any]]:
-    """All records of the controllers of ``run``, in order. The run's own files do not change."""
-    return JournalCopy(run).records()
-
-
-class JournalCopy:
-    """A copy of the journal as it is now, also of a live run. The newest file is copied first,
-    because it seals the others."""
-
-    def __init__(self, run: RunDir) -> None:
-        self.folder = run.journal
-        self.torn: dict[str, int] = {}
-        """File -> bytes after its last record that counts: an incomplete record of a crash, or
-        records that were written after a successor started."""
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """All records in order. JournalError, naming the file and the offset: a record before the
-        end is damaged."""
-        if not self.folder.is_dir():
-            return
-        with tempfile.TemporaryDirectory() as name:
-            copy = Path(name)
-            files = sorted(filter(Path.is_file, self.folder.iterdir()), reverse=True)
-            self._check_space(files, copy)
-            for path in files:
-                with open_in_run(path) as source, (copy / path.name).open("wb") as target:
-                    shutil.copyfileobj(source, target, _COPY_BYTES)
-            journal = _UnsealedJournal(copy, _AFTER_ALL_INCARNATIONS, durable=False)
-            try:
-                yield from journal.replay()
-            except JournalError as error:
-                raise JournalError(str(error).replace(name, str(self.folder))) from None
-            except _MALFORMED as error:
-                raise JournalError(
-                    f"{self.folder}: not laid out as a journal: {error!r}"
-                ) from error
-            finally:
-                journal.close()
-            for incarnation, end in journal.lengths.items():
-                file_name = f"inc-{int(incarnation):06d}.journal"
-                self.torn[file_name] = (copy / file_name).stat().st_size - end
-
-    def _check_space(self, files: Sequence[Path], folder: Path) -> None:
-        """JournalError: a copy of the journal's ``files`` would take more than half of the free
-        disk space of ``folder``."""
-        size, free = sum(path.stat().st_size for path in files), shutil.disk_usage(folder).free
-        if size > free // 2:
-            raise JournalError(
-                f"{self.folder}: {size} bytes are copied to {folder.parent}, which has {free} "
-                "free; set TMPDIR to a folder with more space"
-            )
-
-    def replay(
-        self, state: QueueState, before: Callable[[dict[str, Any]], None] = lambda record: None
-    ) -> Iterator[Iterator[Event]]:
-        """Apply all records to ``state``; the events of each. ``before`` is called with each record
-        before it is applied.
-
-        JournalError: also if a record cannot follow the earlier ones.
-        """
-        for number, record in enumerate(self.records(), start=1):
-            try:
-                before(record)
-                state.apply(record)
-            except _MALFORMED as error:
-                text = (
-                    f"{self.folder}: record {number} ({record.get('op')}) cannot follow the "
-                    f"records before it: {error!r}"
-                )
-                raise JournalError(text) from error
-            yield state.events.take()
-
-
-class _UnsealedJournal(Journal):
-    """A journal that writes nothing. It keeps the lengths that its seal would contain."""
-
-    def append(self, record: dict[str, Any]) -> None:
-        self.lengths: dict[str, int] = record["lengths"]
-
-
 class Ledger:
     """The lives of all rows, from the journal of ``run``. JournalError: it is damaged."""
 
     def __init__(self, run: RunDir) -> None:
-        self.plan = Plan.from_config(load_resolved(run.root))
+        self._start(run, Plan.from_config(load_resolved(run.root)))
+        self._read(JournalCopy(run))
+
+    @classmethod
+    def from_summary(cls, run: RunDir) -> Ledger:
+        """The same lives, from the summary of the journal and the records after it. If there is no
+        summary, or the run's files do not begin with the bytes that it was made of, the whole
+        journal is read."""
+        plan = Plan.from_config(load_resolved(run.root))
+        summary = read_summary(run, plan)
+        if summary:
+            try:
+                return cls._resume(run, plan, summary)
+            except (DifferentJournalError, *MALFORMED, zlib.error):
+                # The journal itself decides what is wrong.
+                pass
+        self = cls.empty(run, plan)
+        self._read(JournalCopy(run))
+        return self
+
+    @classmethod
+    def empty(cls, run: RunDir, plan: Plan) -> Ledger:
+        """A ledger that has read nothing."""
+        self = cls.__new__(cls)
+        self._start(run, plan)
+        return self
+
+    @classmethod
+    def _resume(cls, run: RunDir, plan: Plan, summary: JournalSummary) -> Ledger:
+        self = cls.empty(run, plan)
+        lines = lines_after_extent(run.events, summary.events)
+        if lines is None:
+            raise DifferentJournalError(f"{run.events}: differs from its summary")
+        self.load(summary)
+        self.events = Projection(lines, self.events_taken)
+        self._read(JournalCopy(run, summary.prefix))
+        return self
+
+    def load(self, summary: JournalSummary) -> None:
+        """Continue after the records of a summary. LookupError, TypeError, ValueError,
+        zlib.error: it is none."""
+        values = summary.ledger
+        self.state = QueueState.load(self.plan, summary.state)
+        self.records = self.summarised_records = values["records"]
+        self.events_taken = values["events"]
+        self._lives.load(values["lives"])
+        self._result.problems = list(values["problems"])
+        for name, counts in zip(_COUNTED_EVENTS, values["counts"], strict=True):
+            setattr(self._result, name, Counter(counts))
+        self._counted.update(values["counted"])
+        self._since.update(values["since"])
+
+    def _start(self, run: RunDir, plan: Plan) -> None:
+        self.plan = plan
         self.state = QueueState(self.plan)
-        self.events = Projection(run.events)
-        self.records = 0
+        self.records = self.summarised_records = self.events_taken = 0
+        """Records of the journal, those of the summary, and events of all of them."""
+        self.events = Projection(event_lines(run.events))
         self._result = Audit()
-        self._lives: dict[str, _Lives] = defaultdict(list)
-        self._rows: dict[int, list[str]] = defaultdict(list)
-        """Ids of the rows that were last accepted, by ticket."""
+        self._lives = RowLives()
         self._counted: Counter[str] = Counter()
         """Drops by reason, counted like the queue counts them. It may have forgotten the number of
         rows of a prompt group."""
-        self._marks: dict[_Mark, _Mark] = {}
+        self._marks: dict[Mark, Mark] = {}
         self._tasks = {task.gives[0]: name for name, task in self.plan.tasks.items() if task.gives}
         """Event of a task that adds fields -> the task."""
         self._since: dict[str, int] = {}
         """Task -> lowest ticket that it consumed. A task that joined at a resume need not consume
         earlier tickets."""
-        copy = JournalCopy(run)
-        for events in copy.replay(self.state):
-            self.records += 1
-            for event in events:
+        self._verdicts: dict[tuple[int, bool, tuple[str, ...]], tuple[Audit | None, int]] = {}
+        """Result of each history, and the number of prompt groups that have it."""
+        self._surviving: dict[Mark, bool] = {}
+        """Whether the version of each mark survives."""
+
+    def _read(self, copy: JournalCopy) -> None:
+        for batches in copy.replay(self.state):
+            for event in expand(batches):
                 self.events.compare(event)
-                self._take(event)
+                self.take(event)
+            self.records += 1
         self._result.torn = {name: size for name, size in copy.torn.items() if size}
 
-    def _take(self, event: Event) -> None:
+    def dump(self) -> Any:
+        """Everything that follows from the events so far, for a summary."""
         result = self._result
+        return {
+            "records": self.records,
+            "events": self.events_taken,
+            "lives": self._lives.dump(),
+            "problems": result.problems,
+            "counts": [dict(getattr(result, name)) for name in _COUNTED_EVENTS],
+            "counted": dict(self._counted),
+            "since": self._since,
+        }
+
+    def take(self, event: Event) -> None:
+        """Follow the next event of the journal."""
+        result = self._result
+        self.events_taken += 1
         if event.what == "accepted":
             self._accept(event.id)
         elif event.what == "trained":
@@ -226,29 +232,33 @@ class Ledger:
 
     def _accept(self, name: str) -> None:
         ticket, *in_group = parse_row_id(name)
+        self._lives.open(ticket)
         if in_group == [0, 0]:
             # Another attempt may have other rows.
-            self._rows[ticket] = []
-        self._rows[ticket].append(name)
-        self._lives[name].append([])
+            self._lives.rows[ticket] = []
+        self._lives.rows[ticket].append(name)
+        self._lives.lives[ticket].setdefault(name, []).append([])
 
     def _mark(self, name: str, use: str, detail: str) -> None:
         """Add a mark to the present life of a row: a task and its version, or a drop and its
         reason."""
         mark = (use, detail)
-        if self._is_alive(name):
-            # Millions of rows share few mark objects.
-            self._lives[name][-1].append(self._marks.setdefault(mark, mark))
-        else:
+        life = self._present_life(name)
+        if life is None:
             self._result.problems.append(
                 f"{name}: {use}, although it was not accepted, or dropped since"
             )
+        else:
+            # Millions of rows share few mark objects.
+            life.append(self._marks.setdefault(mark, mark))
 
     def _return(self, ticket: int) -> None:
         """Mark the rows of ``ticket`` as untrained: a trainer has resumed earlier and trains on
         them again."""
-        for row in filter(self._is_alive, self._rows[ticket]):
-            self._lives[row][-1] = [mark for mark in self._lives[row][-1] if mark[0] != _TRAINED]
+        for row in self._rows_of(ticket):
+            life = self._present_life(row)
+            if life:
+                life[:] = [mark for mark in life if mark[0] != _TRAINED]
 
     def _drop(self, name: str, reason: str) -> None:
         """Drop a row, or a prompt group whose rows the queue does not know, because it never had
@@ -258,23 +268,32 @@ class Ledger:
         is_group = "." not in name
         count = len(self.plan.undeclared) if is_group else 1
         self._counted[reason] += count
-        rows = self._rows[ticket_of(name)] if is_group else [name]
-        alive = [row for row in rows if self._is_alive(row)]
+        rows = self._rows_of(ticket_of(name)) if is_group else [name]
+        alive = [row for row in rows if self._present_life(row) is not None]
         for row in alive:
             self._mark(row, _DROPPED, reason)
         self._result.dropped[reason] += len(alive) or count
         if not alive:
             self._result.refused[reason] += count
 
-    def _is_alive(self, row: str) -> bool:
-        return bool(self._lives[row]) and not _ended(self._lives[row][-1])
+    def _rows_of(self, ticket: int) -> list[str]:
+        """Ids of the rows of ``ticket`` that were last accepted."""
+        self._lives.open(ticket)
+        return self._lives.rows[ticket]
+
+    def _present_life(self, name: str) -> list[Mark] | None:
+        """The present life of a row; None: it was not accepted, or dropped since."""
+        ticket = ticket_of(name)
+        self._lives.open(ticket)
+        lives = self._lives.lives[ticket].get(name)
+        return lives[-1] if lives and not _ended(lives[-1]) else None
 
     def _consume(self, ticket: int, task: str) -> None:
         version = 0
         if "old_logprob_version" in self.plan.tasks[task].gives:
             version = self.state.groups[ticket].old_version
         self._since[task] = min(ticket, self._since.get(task, ticket))
-        for name in self._rows[ticket]:
+        for name in self._rows_of(ticket):
             self._mark(name, task, str(Version.decode(version)) if version else "")
 
     def judge(self, steps: int) -> Audit:
@@ -287,19 +306,75 @@ class Ledger:
             result.problems.append(
                 f"tokens appended: {state.segments.appended}, found: {result.segments}"
             )
-        end = self.plan.steps * self.plan.prompts_per_step
-        for ticket in self._due(steps):
-            for name in self._rows.get(ticket) or [f"{ticket:09d}"]:
-                self._judge_row(name, self._lives.pop(name, []), True)
-        for name, lives in self._lives.items():
-            self._judge_row(name, lives, False)
-            if lives and ticket_of(name) >= end:
-                result.problems.append(f"{name}: accepted beyond the last step")
+        self._verdicts.clear()
+        self._surviving.clear()
+        due = self._due(steps)
+        for ticket in due:
+            self._judge_ticket(ticket, True)
+        was_due = due if isinstance(due, range) else set(due)
+        for ticket in list(self._lives.tickets()):
+            if ticket not in was_due:
+                self._judge_ticket(ticket, False)
+        for verdict, count in self._verdicts.values():
+            if verdict:
+                result.add(verdict, count)
         for reason in state.counts.dropped.keys() | self._counted.keys():
             events = self._counted[reason] + result.failed[reason] * len(self.plan.undeclared)
             counted = state.counts.dropped[reason]
             if counted != events:
                 result.problems.append(f"dropped, {reason}: counted {counted}, found {events} rows")
+        return result
+
+    def _judge_ticket(self, ticket: int, due: bool) -> None:
+        """Judge all rows of a prompt group; ``due``: it should have been trained by now."""
+        history = self._lives.frozen.get(ticket)
+        if history is None or ticket >= self.plan.steps * self.plan.prompts_per_step:
+            self._result.add(self._judge_rows(ticket, due))
+            return
+        tasks = tuple(task for task, since in self._since.items() if since <= ticket)
+        # Equal histories are one object, which lives as long as the ledger.
+        key = id(history), due, tasks
+        if key not in self._verdicts:
+            self._verdicts[key] = self._judge_history(history, ticket, due), 0
+        verdict, count = self._verdicts[key]
+        self._verdicts[key] = verdict, count + 1
+        if verdict is None:
+            self._result.add(self._judge_rows(ticket, due))
+
+    def _judge_history(self, history: History, ticket: int, due: bool) -> Audit | None:
+        """Numbers of all prompt groups with this history, such as ``ticket``. None: they have
+        problems, or their rows must be judged one by one."""
+        result, missing = Audit(), set(history.rows)
+        if due and not missing:
+            return None
+        for ends, lives in history.lives:
+            is_due = due and missing.issuperset(ends)
+            if due and not is_due and not missing.isdisjoint(ends):
+                return None
+            missing.difference_update(ends)
+            one_row = Audit()
+            self._judge_row(one_row, f"{ticket:09d}{ends[0]}", list(map(list, lives)), is_due)
+            if one_row.has_problems:
+                return None
+            result.add(one_row, len(ends))
+        return None if due and missing else result
+
+    def _judge_rows(self, ticket: int, due: bool) -> Audit:
+        """Numbers and problems of the rows of one prompt group."""
+        result, judged = Audit(), set[str]()
+        self._lives.open(ticket)
+        lives_by_row, rows = self._lives.lives[ticket], self._lives.rows[ticket]
+        if due:
+            for name in rows or [f"{ticket:09d}"]:
+                # The rows of a prompt group are due once: a second time they are missing.
+                lives = [] if name in judged else lives_by_row.get(name, [])
+                self._judge_row(result, name, lives, True)
+                judged.add(name)
+        for name, lives in lives_by_row.items():
+            if name not in judged:
+                self._judge_row(result, name, lives, False)
+                if lives and ticket >= self.plan.steps * self.plan.prompts_per_step:
+                    result.problems.append(f"{name}: accepted beyond the last step")
         return result
 
     def _due(self, steps: int) -> Sequence[int]:
@@ -322,24 +397,23 @@ class Ledger:
         ]
         return tickets
 
-    def _judge_row(self, name: str, lives: _Lives, due: bool) -> None:
+    def _judge_row(self, result: Audit, name: str, lives: Lives, due: bool) -> None:
         """Add the problems of one row; ``due``: it should have been trained by now."""
         surviving = [[use for use, detail in life if self._survives(use, detail)] for life in lives]
         trained = sum(life.count(_TRAINED) for life in surviving)
         if trained > 1 or (due and not trained):
-            (self._result.duplicated if trained else self._result.lost).append(name)
-            self._complain(name, f"trained {trained} times in the surviving lineage", lives)
+            (result.duplicated if trained else result.lost).append(name)
+            self._complain(result, name, f"trained {trained} times in the surviving lineage", lives)
         elif not all(_ended(life) for life in lives[:-1]):
-            self._complain(name, "accepted again without having been dropped", lives)
+            self._complain(result, name, "accepted again without having been dropped", lives)
         elif any(_TRAINED in life and _DROPPED in life for life in surviving):
-            self._complain(name, "dropped, although it was trained", lives)
+            self._complain(result, name, "dropped, although it was trained", lives)
         for life in surviving:
-            self._count(life)
+            self._count(result, life)
             for task in self._violated_tasks(ticket_of(name), life):
-                self._complain(name, f"consumed {life.count(task)} times by {task}", lives)
+                self._complain(result, name, f"consumed {life.count(task)} times by {task}", lives)
 
-    def _count(self, life: list[str]) -> None:
-        result = self._result
+    def _count(self, result: Audit, life: list[str]) -> None:
         result.accepted += 1
         if _DROPPED in life:
             return
@@ -365,34 +439,43 @@ class Ledger:
     def _survives(self, use: str, detail: str) -> bool:
         if use == _DROPPED or not detail:
             return True
-        version = next_version(detail) if use == _TRAINED else Version.parse(detail)
-        return version in self.state.lineage
+        mark = (use, detail)
+        if mark not in self._surviving:
+            version = next_version(detail) if use == _TRAINED else Version.parse(detail)
+            self._surviving[mark] = version in self.state.lineage
+        return self._surviving[mark]
 
-    def _complain(self, name: str, problem: str, lives: _Lives) -> None:
+    @staticmethod
+    def _complain(result: Audit, name: str, problem: str, lives: Lives) -> None:
         texts = []
         for life in lives:
             marks = [" ".join(mark).strip() for mark in life]
             texts.append(", ".join(marks) or "accepted")
         history = "; ".join(texts) or "never accepted"
-        self._result.problems.append(f"{name}: {problem} ({history})")
+        result.problems.append(f"{name}: {problem} ({history})")
 
 
 class Projection:
     """events.jsonl, compared with the events of the journal one by one."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines = event_lines(path)
-        self._journaled = self._read = self._same = 0
+    def __init__(self, lines: Iterator[bytes], before: int = 0) -> None:
+        """``lines``: of the file, after ``before`` lines that are known to match."""
+        self._lines = lines
+        self._journaled = self._read = self._same = before
         self._torn = False
 
     def compare(self, event: Event) -> None:
         """Compare the next event of the journal."""
         line = next(self._lines, None) if self._same == self._journaled else None
         if line is not None:
-            fields = _event_fields(line)
             self._read += 1
-            self._same += fields == (event.id, event.what, event.version, event.reason)
-            self._torn = not fields
+            if line == to_line(event):
+                self._same += 1
+                self._torn = False
+            else:
+                fields = _event_fields(line)
+                self._same += fields == (event.id, event.what, event.version, event.reason)
+                self._torn = not fields
         self._journaled += 1
 
     def problems(self, ended_well: bool) -> list[str]:
@@ -417,5 +500,5 @@ def _event_fields(line: bytes) -> tuple[str, ...]:
         return ()
 
 
-def _ended(life: list[_Mark]) -> bool:
+def _ended(life: list[Mark]) -> bool:
     return bool(life) and life[-1][0] == _DROPPED

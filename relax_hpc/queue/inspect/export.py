@@ -20,7 +20,7 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.config import load_resolved
 from relax_hpc.queue.controller.state.queue_state import QueueState
-from relax_hpc.queue.inspect.audit import JournalCopy
+from relax_hpc.queue.inspect.journal_copy import JournalCopy
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.records import NO_STEP
 from relax_hpc.queue.row_ids import row_ids

@@ -10,7 +10,7 @@ from relax_hpc.config import load_resolved
 from relax_hpc.config.roles import POLICY
 from relax_hpc.queue.client import Claim
 from relax_hpc.queue.controller.state.queue_state import QueueState
-from relax_hpc.queue.inspect.audit import JournalCopy
+from relax_hpc.queue.inspect.journal_copy import JournalCopy
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.records import NO_STEP
 from relax_hpc.queue.storage.shard import check_name

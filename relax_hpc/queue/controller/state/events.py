@@ -62,13 +62,14 @@ def to_lines(batches: Iterable[Event | EventBatch]) -> bytes:
     pieces: list[bytes] = []
     for batch in batches:
         if isinstance(batch, Event):
-            pieces.append(_line(batch))
+            pieces.append(to_line(batch))
         else:
             pieces += batch.lines()
     return b"".join(pieces)
 
 
-def _line(event: Event) -> bytes:
+def to_line(event: Event) -> bytes:
+    """An event as a line of JSON."""
     text = _json_line(quoted(event.id), event.what, event.step, event.version, event.reason)
     return text.encode()
 
@@ -121,10 +122,13 @@ class Events:
 
     def take(self) -> Iterator[Event]:
         """Events since the last call."""
+        return expand(self.take_batches())
+
+    def take_batches(self) -> list[Event | EventBatch]:
+        """Events since the last call, not expanded."""
         batches, self.batches = self.batches, []
-        return expand(batches)
+        return batches
 
     def take_lines(self) -> bytes:
         """Events since the last call, as lines of JSON."""
-        batches, self.batches = self.batches, []
-        return to_lines(batches)
+        return to_lines(self.take_batches())
