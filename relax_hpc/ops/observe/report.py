@@ -91,8 +91,8 @@ def report(
         "failures": failures_of(run),
         "notes": _notes(workers, pace),
     }
-    steady = _steady_window(section)
-    after_start = {"roles": _roles(workers, steady), "waits": _waits(workers, steady)}
+    steady = _by_role(workers, _steady_window(section))
+    after_start = {"roles": _roles(steady), "waits": _waits(steady)}
     return {"sentence": bottleneck_sentence(values | after_start, config), **values}
 
 
