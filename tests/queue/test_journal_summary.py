@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -38,7 +38,9 @@ class WrittenRun:
 
     def __init__(self, run: RunDir, world: World, chance: random.Random) -> None:
         self.run, self.plan, self.chance = run, world.plan, chance
-        self.records = [msgpack.unpackb(raw, strict_map_key=False) for raw in world.service.journal]
+        # A world keeps its journal in memory.
+        journal = cast("list[bytes]", world.service.journal)
+        self.records = [msgpack.unpackb(raw, strict_map_key=False) for raw in journal]
         self._state = QueueState(world.plan)
         self._lengths: dict[int, int] = {}
         self._incarnation = 0
