@@ -19,6 +19,7 @@ from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.commands.guard import start_guard
 from relax_hpc.commands.on_end import report_local_end
+from relax_hpc.commands.queue import export_all_rows
 from relax_hpc.commands.run_setup import prepare_run_dir
 from relax_hpc.config import Config
 from relax_hpc.net.rendezvous.process import stop_signals
@@ -54,6 +55,8 @@ def run(config: Config, resume: bool) -> int:
         outcome = stack.enter_context(supervisor).supervise()
         if outcome is Outcome.FINISHED:
             terminal.summary()
+            if config.only == "rollout":
+                terminal.say(export_all_rows(directory))
             return EXIT_DONE
         terminal.say(f"resume with: relax-hpc run --run_dir {directory.root} --resume")
         return read_stop_request(directory).get("code") or EXIT_INTERRUPTED

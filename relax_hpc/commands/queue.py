@@ -27,6 +27,8 @@ from relax_hpc.config.layer_validation import COMMAND_LINE
 if TYPE_CHECKING:
     from relax_hpc.queue.inspect.audit import Audit
 
+ROWS_FILE = "rows.jsonl"
+"""File in a run directory with all rows of a run that only generates."""
 _ANSWER_S = 3.0
 _SHOWN = 20
 """Number of problems on the screen; --json prints all of them."""
@@ -224,6 +226,18 @@ def _export(run: RunDir, arguments: dict[str, Any]) -> int:
             f"{kept.folder}"
         )
     return EXIT_DONE
+
+
+def export_all_rows(run: RunDir) -> str:
+    """Write all rows of a run that has ended to rows.jsonl in its directory. Returns a line about
+    the file."""
+    from relax_hpc.queue.inspect.export import KeptRows, export
+
+    kept, output = KeptRows(run), run.root / ROWS_FILE
+    kept.decode_tokens, _ = _speller(run)
+    steps = kept.steps()
+    count = export(kept, steps, "jsonl", output)
+    return f"{output}: {count} rows of step {_ranges(steps)}"
 
 
 def _speller(run: RunDir) -> tuple[Callable[[list[int]], str] | None, str]:

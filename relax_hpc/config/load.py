@@ -37,7 +37,7 @@ from relax_hpc.base.plugins import imports_allowed
 from relax_hpc.base.rundir import RunDir, read_map, write_atomic
 from relax_hpc.config.differences import leaves
 from relax_hpc.config.layer_validation import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
-from relax_hpc.config.roles import FOR_GENERATED_ROWS
+from relax_hpc.config.roles import FOR_GENERATED_ROWS, FOR_GENERATION, FOR_TRAINING
 from relax_hpc.config.schema import Config, default_groups, optional_groups
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.config.variants import FAMILIES, own_fields, variant
@@ -52,6 +52,7 @@ _PATHS = (
     ("genrm", "path"),
     ("reward", "judge", "endpoints"),
     ("data", "train"),
+    ("rows",),
 )
 
 """Settings that are paths, which `resolve` makes absolute."""
@@ -223,6 +224,10 @@ def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = No
     sequences = variant(Algorithm, layers.tree["algorithm"]).sequences
     if sequences:
         layers.tree = _without_generation(layers, sequences)
+    elif layers.tree["only"] == "rollout":
+        layers.tree = _without_roles(layers.tree, FOR_TRAINING, "collector")
+    elif layers.tree["only"] == "train":
+        layers.tree = _without_roles(layers.tree, FOR_GENERATION, "exported_rows")
     return layers
 
 
@@ -382,6 +387,20 @@ def _without_generation(layers: Layers, sequences: int) -> dict[str, Any]:
     tree = tree | {"groups": groups, "actor": tree["actor"] | {"forward": forward}}
     unset = {key: value for key, value in defaults.items() if key not in layers.sources}
     return merge(Config, tree, _nest(unset))
+
+
+def _without_roles(tree: dict[str, Any], removed: Collection[str], added: str) -> dict[str, Any]:
+    """Return ``tree`` for a part of the loop: without the roles ``removed``, even if layers name
+    their groups, and with ``added`` in the hub unless a layer assigns it."""
+    groups = {}
+    for name, group in tree["groups"].items():
+        roles = [role for role in group["roles"] if role not in removed]
+        groups[name] = group | {"roles": roles}
+    groups = {name: group for name, group in groups.items() if group["roles"] or name == "hub"}
+    forward = [role for role in tree["actor"]["forward"] if role not in removed]
+    tree = tree | {"groups": groups, "actor": tree["actor"] | {"forward": forward}}
+    # A part has no second side with which it could share devices.
+    return _with_hub_role(tree | {"colocate": False}, added)
 
 
 def _check_removals(

@@ -49,6 +49,8 @@ ROLES = {
     "rollout": Role("relax_hpc.roles.rollout", sections=("rollout", "reward"), serves=True),
     "genrm": Role("relax_hpc.roles.genrm", sections=("genrm",), serves=True),
     "data": Role("relax_hpc.roles.data", on_cpus=True),
+    "exported_rows": Role("relax_hpc.roles.exported_rows", on_cpus=True),
+    "collector": Role("relax_hpc.roles.collector", on_cpus=True),
     "gateway": Role("relax_hpc.roles.gateway", on_cpus=True),
     "api": Role("relax_hpc.service.role", sections=("service",), on_cpus=True, mostly_waits=True),
     "actor": Role(
@@ -90,8 +92,12 @@ ROLES = {
 }
 for _name, _role in ROLES.items():
     declare_role_fields(_name, _role.fields)
-MAKERS = ("rollout", "data")
+MAKERS = ("rollout", "data", "exported_rows")
 """Roles that create rows. A run has one of them: engines generate rows, or files contain them."""
+FOR_TRAINING = ("actor", "actor_fwd", "reference", "teacher", "critic", "advantages")
+"""Roles that have no work in a run with `only: rollout`."""
+FOR_GENERATION = ("rollout", "genrm", "gateway")
+"""Roles that have no work in a run with `only: train`."""
 FOR_GENERATED_ROWS = ("rollout", "actor_fwd", "advantages")
 """Roles that have no work in a run whose rows come from files."""
 POLICY = "actor"

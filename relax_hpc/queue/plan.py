@@ -134,7 +134,13 @@ class Plan:
             engine_plan=EnginePlan.from_config(config),
             refresh_every=algorithm.kl.refresh_every,
         )
-        return plan._with_rows_of_files(algorithm.sequences) if algorithm.from_file else plan
+        if algorithm.from_file:
+            return plan._with_rows_of_files(algorithm.sequences)
+        if config.only == "rollout":
+            return plan._for_generation(group_with_role(config, "collector"))
+        if config.only == "train":
+            return replace(plan, maker="exported_rows", eval_every=0)
+        return plan
 
     def _with_rows_of_files(self, sequences: int) -> Plan:
         """This plan for rows that are read from files, ``sequences`` for each ticket.
@@ -150,6 +156,22 @@ class Plan:
             max_rows=min(self.max_rows, _STEPS_AHEAD * self.prompts_per_step * sequences),
             max_staleness=self.steps,
             publish_lag=self.steps,
+        )
+
+    def _for_generation(self, group: str) -> Plan:
+        """This plan for a run that only generates. The role collector of ``group`` takes the rows
+        in place of the policy.
+
+        All rows are of the start weights, so none becomes stale, and all are kept for the export.
+        """
+        return replace(
+            self,
+            trainers={POLICY: group},
+            eval_every=0,
+            keep_steps=self.steps,
+            max_staleness=self.steps,
+            publish_lag=self.steps,
+            refresh_every=0,
         )
 
     @property

@@ -55,6 +55,9 @@ class Replica:
         self.number, self.local_number = engine_id.number, engine_id.local_number
         self.context, self.config = rollout.context, rollout.config
         context = self.context
+        self.start_version = NOTHING
+        """Version of the weights with which the engine starts. It is a version of the run only if
+        nothing is trained."""
         self.engine = self.new_engine()
         self.rotate_log()
         self.profile = EngineProfile(context, self.number)
@@ -194,6 +197,9 @@ class Replica:
 
     async def load_version(self, announced: PublishedVersion) -> None:
         """Fetch an announced version and serve it."""
+        if self.config.only == "rollout":
+            await self.serve_start_weights()
+            return
         with self.activity("weights", Version.parse(announced.version).number):
             fetched = await asyncio.to_thread(self.reader.fetch, announced)
         if fetched is None:
@@ -209,6 +215,11 @@ class Replica:
             await self.evaluate(version)
         if self.config.colocate:
             await self.end_turn(version.number)
+
+    async def serve_start_weights(self) -> None:
+        """Serve the weights with which the engine has started."""
+        self.ready.set()
+        await asyncio.to_thread(self.reader.served, self.start_version)
 
     async def await_version(self) -> PublishedVersion | None:
         """The next version; None: the run is finished, or the engine leaves. EngineFault: see
@@ -289,6 +300,11 @@ class Replica:
 
     async def start(self) -> None:
         """Start the engine, and report its phase meanwhile. A start takes minutes on a GPU."""
+        if self.config.only == "rollout" and self.start_version == NOTHING:
+            announced = await asyncio.wrap_future(self.reader.newer())
+            if announced:
+                self.start_version = Version.parse(announced.version)
+                self.engine = self.new_engine()
         reporting = asyncio.create_task(self.report_phases())
         try:
             await self.engine.start()
@@ -303,10 +319,10 @@ class Replica:
             await asyncio.sleep(_PHASE_POLL_S)
 
     def new_engine(self) -> Engine:
-        """New engine that serves no version of the run yet."""
-        context = self.context
+        """New engine that serves no version of the run yet, or the start version."""
+        context, version = self.context, self.start_version
         return make_engine(
-            self.config, self.number, context.model, NOTHING, context.logs, self.local_number
+            self.config, self.number, context.model, version, context.logs, self.local_number
         )
 
     async def evaluate(self, version: Version) -> None:

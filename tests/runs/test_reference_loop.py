@@ -246,6 +246,7 @@ def assert_replay_is_equal(run: RunDir, step: int, capsys: pytest.CaptureFixture
     return first
 
 
+@pytest.mark.skipif(not effort(0, 1), reason="test_forward_roles_in_the_actor replays too")
 def test_a_replay_equals_the_run(plain, capsys):
     """Several windows a step, two passes, and log-probabilities of a separate actor_fwd."""
     run = RunDir(plain[2].parent)
@@ -253,6 +254,22 @@ def test_a_replay_equals_the_run(plain, capsys):
     assert first == f"{run.root}: from version 0, training steps 0 to 2"
     assert main(["replay", str(run.root), "--step", "3"]) == EXIT_CONFIG
     assert "--step: found 3, allowed: 0 to 2" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not effort(0, 1), reason="tests/runs/test_parts.py trains on exported rows")
+def test_training_on_exported_rows_equals_the_run(plain, tmp_path):
+    _, expected, model = plain
+    rows = tmp_path / "rows.jsonl"
+    command = ["queue", "export", str(model.parent), "--steps", "0-2", "--output", str(rows)]
+    assert main(command) == 0
+    settings = {
+        "only": "train",
+        "rows": str(rows),
+        "model": {"path": str(model)},
+        "warm_start": {"steps": 0},
+    }
+    with run_helpers.running(tmp_path, run_helpers.merged(PLAIN, settings)) as running:
+        assert_equal(await_outcome(running), expected)
 
 
 def test_two_data_ranks_train_as_one_on_episodes_that_were_cut_into_rows(

@@ -77,6 +77,12 @@ class Config:
     actor's weights and optimizer are in host memory. It needs max_staleness 0."""
     threads: int = bounded(1, 1)
     """Number of CPU threads of each process."""
+    only: Literal["", "rollout", "train"] = ""
+    """Part of the loop that runs. `rollout`: engines generate the rows of all steps with the start
+    weights, and nothing is trained. `train`: train on the rows of the file `rows`, and generate
+    nothing. Empty: both."""
+    rows: str = ""
+    """File of rows for `only: train`, in the format jsonl of `relax-hpc queue export`."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)

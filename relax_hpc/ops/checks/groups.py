@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.fields import FIELDS, fields_by
@@ -44,13 +45,7 @@ def check_groups(config: Config) -> Iterator[str]:
                 f"groups: found role {role} in no group; every run needs it, add it to the "
                 "roles of one"
             )
-    coefficient = config.algorithm.kl.coefficient
-    if coefficient and "reference" not in {*placed, *config.actor.forward}:
-        yield (
-            f"algorithm.kl.coefficient: found {coefficient}, but role reference is in no group; "
-            "set it to 0, or add reference to the roles of a group, or to actor.forward"
-        )
-    yield from _check_actor_forward(config, placed)
+    yield from _check_training_roles(config, placed)
     for name, group in config.groups.items():
         if not group.roles and name != "hub":
             yield (
@@ -59,13 +54,29 @@ def check_groups(config: Config) -> Iterator[str]:
             )
 
 
+def _check_training_roles(config: Config, placed: Collection[str]) -> Iterator[str]:
+    """Check roles that give fields to the loss; ``placed``: roles in groups."""
+    if config.only == "rollout":
+        return
+    coefficient = config.algorithm.kl.coefficient
+    if coefficient and "reference" not in {*placed, *config.actor.forward}:
+        yield (
+            f"algorithm.kl.coefficient: found {coefficient}, but role reference is in no group; "
+            "set it to 0, or add reference to the roles of a group, or to actor.forward"
+        )
+    yield from _check_actor_forward(config, placed)
+
+
 def _always_needed(config: Config) -> tuple[str, ...]:
     """Roles that a run with this kind of algorithm always has.
 
     Other checks report a missing `reference` (for the loss) or `actor_fwd` (for several updates
     per step).
     """
-    return ("data", "actor") if config.algorithm.from_file else ("rollout", "actor", "advantages")
+    if config.algorithm.from_file:
+        return ("data", "actor")
+    parts = {"rollout": ("rollout", "collector"), "train": ("exported_rows", "actor", "advantages")}
+    return parts.get(config.only, ("rollout", "actor", "advantages"))
 
 
 def _check_actor_forward(config: Config, placed: Collection[str]) -> Iterator[str]:
@@ -91,6 +102,24 @@ def _check_actor_forward(config: Config, placed: Collection[str]) -> Iterator[st
             "allowed: 0; checkpoints do not hold the refreshed weights, so a restart would lose "
             "them; put reference into a group"
         )
+
+
+def check_parts(config: Config) -> Iterator[str]:
+    """Check the settings of a run that only generates, or only trains."""
+    if config.only and config.algorithm.from_file:
+        yield (
+            f"only: found {config.only!r} with algorithm {config.algorithm.name}, allowed: '', "
+            "because its rows come from data.train"
+        )
+    elif config.only == "train" and not config.rows:
+        yield (
+            "rows: found '' with only: train, give a file of rows (relax-hpc queue export RUN "
+            "--steps A-B --output FILE)"
+        )
+    elif config.only == "train" and not Path(config.rows).is_file():
+        yield f"rows: found {config.rows!r}, allowed: a file of rows; there is no such file"
+    if config.rows and config.only != "train":
+        yield f"rows: found {config.rows!r} without only: train; set it, or remove rows"
 
 
 def check_colocation(config: Config) -> Iterator[str]:
@@ -126,6 +155,8 @@ def check_fields(config: Config) -> Iterator[str]:
                 "that does not train produce them"
             )
     yield from _check_claimants(config)
+    if config.only == "rollout":
+        return
     algorithm = config.algorithm
     if "critic" in trainers and "returns" not in algorithm.gives:
         yield (
@@ -133,6 +164,9 @@ def check_fields(config: Config) -> Iterator[str]:
             "it, or name ppo"
         )
     roles = set(_always_needed(config))
+    if config.only == "train":
+        # Exported rows have the fields of rollout.
+        roles.add("rollout")
     for group in config.groups.values():
         roles.update(group.roles)
     for field in algorithm.needs:

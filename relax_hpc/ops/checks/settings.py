@@ -33,6 +33,7 @@ from relax_hpc.ops.checks.groups import (
     check_devices,
     check_fields,
     check_groups,
+    check_parts,
     check_removed_engines,
 )
 from relax_hpc.ops.checks.machine import check_machine
@@ -58,6 +59,7 @@ def check(config: Config, starts_here: bool = False) -> list[str]:
         check_environment,
         _files,
         check_groups,
+        check_parts,
         _code,
         check_colocation,
         _algorithm,
