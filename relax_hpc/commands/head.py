@@ -30,6 +30,7 @@ from relax_hpc.base.errors import (
     RelaxError,
 )
 from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.elastic import make_reconciler
 from relax_hpc.cluster.slurm.allocation import Allocation, node_name
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
 from relax_hpc.cluster.slurm.expedited_requeue import allow_requeue, forbid_requeue
@@ -211,6 +212,7 @@ class Head:
             supervisor.on_interrupt = job.on_interrupt
             if "hub" in self.names:
                 supervisor.on_silence = job.silent_groups.suspect
+                supervisor.companion = make_reconciler(supervisor, self.slurm)
             if isinstance(job, HetJob):
                 supervisor.retire_detached = job.detached_groups.retire_group
             outcome = supervisor.supervise()

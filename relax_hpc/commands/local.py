@@ -11,6 +11,7 @@ import sys
 from relax_hpc.base.disk_waits import ignore_print_errors
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, RelaxError
 from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.elastic import make_local_reconciler
 from relax_hpc.cluster.supervise import processes
 from relax_hpc.cluster.supervise.attempts import new_attempt, start_order
 from relax_hpc.cluster.supervise.console import Terminal
@@ -52,6 +53,7 @@ def run(config: Config, resume: bool) -> int:
         supervisor = Supervisor(
             directory, config, SUPERVISOR, names, lambda _: launcher, attempt, terminal
         )
+        supervisor.companion = make_local_reconciler(supervisor)
         outcome = stack.enter_context(supervisor).supervise()
         if outcome is Outcome.FINISHED:
             terminal.summary()

@@ -1,7 +1,9 @@
 """`relax-hpc scale`: change the number of jobs or engines of a rollout group in a running run.
 
 Members after the first one are separate groups, `rollout-2`, `rollout-3`, ... Each has an ordinary
-small job, which Slurm can start in any gap of its schedule.
+small job, which Slurm can start in any gap of its schedule. The command requests operations from
+the service of the run (`relax_hpc.service`). The supervisor of the hub's group brings them about,
+also if this command is interrupted.
 
 With --without, the processes of the group apply the change without a restart. Other engines take
 over the work of a removed engine.
@@ -9,29 +11,26 @@ over the work of a removed engine.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from relax_hpc.base.errors import EXIT_DONE, ConfigError
+from relax_hpc.base.errors import EXIT_DONE, ConfigError, DeadlineError, RelaxError
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.slurm.commands import Slurm, SlurmJob
-from relax_hpc.cluster.slurm.job_lookup import ENDED, known_jobs, load_unfinished_run, separate_job
-from relax_hpc.cluster.slurm.jobs import submit_group
-from relax_hpc.cluster.slurm.submissions import Ledger
-from relax_hpc.cluster.supervise.launch_records import all_ended, members_of
-from relax_hpc.commands.resubmit import (
-    ResubmitRequest,
-    apply_change,
-    await_job_end,
-    cancel_if_pending,
-    print_job,
-    print_progress,
-    request_and_wait,
-)
-from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import base_name, group_settings
-from relax_hpc.net.rendezvous.roster import latest_incarnation
+from relax_hpc.cluster.slurm.job_lookup import load_unfinished_run
+from relax_hpc.commands.resubmit import print_job, print_progress
+from relax_hpc.config import Config
+from relax_hpc.config.groups import group_settings
+from relax_hpc.queue.operations import FINAL, IN, OUT, OperationRefused
+from relax_hpc.service.client import EngineOperations, engine_operations
+
+_POLL_S = 0.3
+"""Seconds between two questions for the state of an operation."""
+_MARGIN_S = 30.0
+"""Seconds after the deadline of an operation for which its end is awaited."""
+_STARTED = ("HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", *FINAL[OUT])
+"""States of an operation whose processes have started."""
 
 
 def main(
@@ -42,21 +41,26 @@ def main(
 
     ``options``: --time and --time-min of sbatch. Slurm's backfill starts short jobs earlier.
     """
-    # The jobs are submitted like every other job of the run, not with submitit. A submitit job runs
-    # a pickled function with submitit's own signal handling and requeue rules, on one node and
-    # without the site's setup.
     run = RunDir(Path(root))
     config = load_unfinished_run(run)
     _check_request(config, group, replicas)
-    if config.layout == "local":
-        if options:
-            raise ConfigError(
-                "--time, --time-min: options of Slurm jobs, but the run has layout local; leave "
-                "them out"
-            )
-        _scale_processes(run, config, group, replicas)
-    else:
-        _scale_jobs(run, config, group, replicas, options, parsable)
+    limits = dict(option.removeprefix("--").split("=", 1) for option in options)
+    if limits and config.layout == "local":
+        raise ConfigError(
+            "--time, --time-min: options of Slurm jobs, but the run has layout local; leave them "
+            "out"
+        )
+    body = {"groups": replicas, **{name.replace("-", "_"): text for name, text in limits.items()}}
+    _check_service(config)
+    with engine_operations(run, config) as operations:
+        before = len(operations.groups()[0])
+        if replicas > before:
+            is_local = config.layout == "local"
+            _add_groups(operations, body, is_local, parsable)
+        elif replicas < before:
+            _await_end(operations, IN, _create(operations, IN, {"groups": replicas}))
+    kind = "groups of processes" if config.layout == "local" else "jobs"
+    print_progress(f"{group}: {replicas} {kind} ({before} before)")
     return EXIT_DONE
 
 
@@ -69,18 +73,21 @@ def remove_engines(root: str, group: str, numbers: str) -> int:
         raise ConfigError(
             f"--group: found {group!r}, whose roles have no engines, allowed: a group with rollout"
         )
-    base = base_name(group, config.groups)
-    before = load_resolved(run.root, base).rollout.without
-    in_other_groups = [name for name in before if name.rpartition("/")[0] != group]
     removed = [f"{group}/{number}" for number in _parse_numbers(numbers)]
-    without = [*in_other_groups, *removed]
-    if without == before:
-        print_progress(f"{group}: its engines are already as requested")
-        return EXIT_DONE
-    apply_change(run, config, ResubmitRequest(base, overrides={"rollout.without": without}))
-    print_progress(
-        f"{group}: without {', '.join(removed) or 'none'}; status shows which engines have left"
-    )
+    _check_service(config)
+    with engine_operations(run, config) as operations:
+        _, before = operations.groups()
+        present = [name for name in before if name.rpartition("/")[0] == group]
+        if set(present) == set(removed):
+            print_progress(f"{group}: its engines are already as requested")
+            return EXIT_DONE
+        returning = [name for name in present if name not in removed]
+        leaving = [name for name in removed if name not in present]
+        # Engines return first, so that the group never has too few.
+        for kind, names in ((OUT, returning), (IN, leaving)):
+            if names:
+                _await_end(operations, kind, _create(operations, kind, {"engines": names}))
+    print_progress(f"{group}: without {', '.join(removed) or 'none'}")
     return EXIT_DONE
 
 
@@ -97,71 +104,79 @@ def _check_request(config: Config, group: str, replicas: int) -> None:
         )
 
 
-def _scale_jobs(
-    run: RunDir, config: Config, group: str, replicas: int, options: Sequence[str], parsable: bool
+def _check_service(config: Config) -> None:
+    if not config.service.enabled:
+        raise ConfigError(
+            "service.enabled: found false, allowed with scale: true; stop the run, and continue it "
+            "with --resume --service.enabled true"
+        )
+
+
+def _create(operations: EngineOperations, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Create an operation. RelaxError: another one is unfinished. ConfigError: it is refused."""
+    try:
+        operation = operations.create(kind, body)
+    except OperationRefused as refusal:
+        if refusal.code == "busy":
+            raise RelaxError(f"{kind}: {refusal}") from None
+        raise ConfigError(f"{kind}: {refusal} ({refusal.code})") from None
+    print_progress(f"{operation['request_id']}: {operation['detail'] or operation['status']}")
+    return operation
+
+
+def _add_groups(
+    operations: EngineOperations, body: dict[str, Any], is_local: bool, parsable: bool
 ) -> None:
-    slurm = Slurm()
-    jobs = {
-        job.id: job for job in known_jobs(run, config, slurm).values() if job.state not in ENDED
-    }
-    names = {entry.group for entry in Ledger(run).entries()} | set(members_of(run, config))
-    living = {name for name in _members(names, group) if separate_job(run, name) in jobs}
-    surplus = members_to_end(living, replicas)
-    for name in members_to_start(living, group, replicas):
-        print_job(name, submit_group(run, slurm, Ledger(run), name, options), parsable)
-    _end_members(run, config, slurm, {name: jobs[separate_job(run, name)] for name in surplus})
-    print_progress(f"{group}: {replicas} jobs ({len(living) + 1} before)")
+    """Add groups, and print their jobs when all of them are submitted."""
+    operation = _create(operations, OUT, body)
+    groups = operation.get("groups", [])
+
+    def has_started(state: dict[str, Any]) -> bool:
+        if is_local:
+            return state["status"] in _STARTED
+        jobs = [state["jobs"].get(name, "") for name in groups]
+        return state["status"] in FINAL[OUT] or all(map(str.isdecimal, jobs))
+
+    operation = _await(operations, OUT, operation, has_started)
+    for name in groups:
+        if not is_local and operation["jobs"].get(name, "").isdecimal():
+            print_job(name, operation["jobs"][name], parsable)
+    _check_success(operation)
 
 
-def _end_members(run: RunDir, config: Config, slurm: Slurm, jobs: dict[str, SlurmJob]) -> None:
-    """End several members at the same time. The queue gives their work to other members."""
-    running = [name for name, job in jobs.items() if not cancel_if_pending(slurm, name, job)]
-    request_and_wait(run, config, "release", *running)
-    await_job_end(slurm, *(job.id for job in jobs.values()))
+def _await_end(operations: EngineOperations, kind: str, operation: dict[str, Any]) -> None:
+    final = FINAL[kind]
+    _check_success(_await(operations, kind, operation, lambda state: state["status"] in final))
 
 
-def _scale_processes(run: RunDir, config: Config, group: str, replicas: int) -> None:
-    """Scale a run on this machine, whose supervisor starts and ends members itself."""
-    names = _members(members_of(run, config), group)
-    living = {
-        name for name in names if latest_incarnation(run, name) and not all_ended(run, config, name)
-    }
-    surplus = members_to_end(living, replicas)
-    if surplus:
-        request_and_wait(run, config, "release", *surplus)
-    new_members = members_to_start(living, group, replicas)
-    if new_members:
-        request_and_wait(run, config, "start", *new_members)
-    print_progress(f"{group}: {replicas} groups of processes ({len(living) + 1} before)")
+def _check_success(operation: dict[str, Any]) -> None:
+    if operation["status"] in ("FAILED", "PARTIAL", "CANCELLED"):
+        raise RelaxError(
+            f"{operation['request_id']}: {operation['status']}, {operation['error_message']}"
+        )
 
 
-def members_to_start(living: Iterable[str], group: str, replicas: int) -> list[str]:
-    """Members of ``group`` to start, so that it has ``replicas`` members.
-
-    >>> members_to_start({"rollout-3"}, "rollout", 4)
-    ['rollout-2', 'rollout-4']
-    """
-    names = [f"{group}-{number}" for number in range(2, replicas + 1)]
-    present = set(living)
-    return [name for name in names if name not in present]
-
-
-def members_to_end(living: Iterable[str], replicas: int) -> list[str]:
-    """Members to end, highest number first.
-
-    >>> members_to_end({"rollout-2", "rollout-10", "rollout-3"}, 2)
-    ['rollout-10', 'rollout-3']
-    """
-    return sorted((name for name in living if _number(name) > replicas), key=_number, reverse=True)
-
-
-def _members(names: Iterable[str], group: str) -> set[str]:
-    """Members of ``group`` in ``names``, except the first one."""
-    return {name for name in names if re.fullmatch(rf"{re.escape(group)}-[1-9]\d*", name)}
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])
+def _await(
+    operations: EngineOperations,
+    kind: str,
+    operation: dict[str, Any],
+    has_arrived: Callable[[dict[str, Any]], bool],
+) -> dict[str, Any]:
+    """The newest state of an operation, as soon as ``has_arrived``. Its changes go to standard
+    error."""
+    if operation["status"] == "NOOP":
+        return operation
+    shown, limit = operation["status"], operation["deadline_at"] + _MARGIN_S
+    while not has_arrived(operation):
+        if time.time() > limit:
+            raise DeadlineError(f"{operation['request_id']}: still {operation['status']}")
+        time.sleep(_POLL_S)
+        operation = operations.get(kind, operation["request_id"])
+        text = " ".join(filter(None, (operation["status"], operation["detail"])))
+        if text != shown:
+            shown = text
+            print_progress(f"{operation['request_id']}: {text}")
+    return operation
 
 
 def _parse_numbers(text: str) -> list[int]:

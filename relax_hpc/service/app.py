@@ -7,11 +7,13 @@ import hashlib
 import hmac
 import json
 import socket
+import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from aiohttp import web
 
+from relax_hpc.base.terminal_text import log_entry
 from relax_hpc.net.http_limits import (
     BODY_S,
     IDLE_S,
@@ -20,6 +22,7 @@ from relax_hpc.net.http_limits import (
     read_bearer,
     read_body,
 )
+from relax_hpc.queue.controller.messages import MAX_WHOLE
 from relax_hpc.queue.operations import MemberToken, OperationRefused
 from relax_hpc.service.documentation import BOOLEAN, TEXT, documented, make_document, mapping
 from relax_hpc.service.live_run import HubAwayError, LiveRun
@@ -60,6 +63,7 @@ _STATUS = {
     "model_mismatch": 422,
     "flags_missing": 422,
     "too_many_requests": 429,
+    "internal": 500,
     "hub_away": 503,
 }
 """HTTP status of each code of an error."""
@@ -97,6 +101,10 @@ async def read_json(request: web.Request) -> dict[str, Any]:
         raise ApiError("bad_request", f"the body is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ApiError("bad_request", "the body is no JSON object")
+    for name, item in value.items():
+        # Larger numbers cannot be sent to the hub.
+        if isinstance(item, int | float) and not abs(item) < MAX_WHOLE:
+            raise ApiError("bad_request", f"{name!r:.80}: the number is too large")
     return value
 
 
@@ -176,6 +184,12 @@ class _Guard:
         except web.HTTPMethodNotAllowed as error:
             text = f"{request.method} {request.path}: allowed: {', '.join(error.allowed_methods)}"
             return error_response("not_found", text)
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            # A fault of a handler must not end the connection without an answer.
+            print(log_entry(traceback.format_exc().rstrip()), flush=True)
+            return error_response("internal", f"{type(error).__name__}; see the log of role api")
 
     def _check_token(self, request: web.Request) -> None:
         """ApiError: the request has no valid token for its path."""

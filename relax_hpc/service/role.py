@@ -18,6 +18,7 @@ from relax_hpc.service import metrics_routes
 from relax_hpc.service.address import ServiceAddress, make_token, publish_address, read_address
 from relax_hpc.service.app import Server, make_app
 from relax_hpc.service.live_run import LiveRun
+from relax_hpc.service.operations_routes import operations_routes
 from relax_hpc.service.page import routes as page
 
 _REPORT_S = 5.0
@@ -56,7 +57,7 @@ def run(context: Context) -> None:
 
 def all_routes(live: LiveRun) -> list[web.AbstractRouteDef]:
     """Routes of all parts of the service."""
-    return [*page.routes(live), *metrics_routes.routes(live)]
+    return [*page.routes(live), *metrics_routes.routes(live), *operations_routes(live)]
 
 
 @contextlib.asynccontextmanager

@@ -57,6 +57,7 @@ BEAT_S = 1.0
 LEASE_S = 4.0
 OVER: dict[str, Any] = {
     "max_staleness": 1,
+    "service": {"enabled": True},
     "checkpoint": {"every": 5},
     "liveness": {
         "beat_s": BEAT_S,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from relax_hpc.cluster.slurm.submissions import Ledger, Submission
 from relax_hpc.cluster.supervise import requests
 from relax_hpc.commands import resubmit, stop
 from relax_hpc.commands.program import main
+from relax_hpc.service.address import ServiceAddress, publish_address
 from tests.helpers.command_helpers import (  # noqa: F401
     Supervisors,
     begin,
@@ -165,47 +167,26 @@ def test_commands_need_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
     )
 
 
-def test_scale_out_and_in(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> None:
-    run = make_run(tmp_path / "run")
-    submitted(run, slurm)
-    scale = ["scale", str(run.root), "--parsable", "--replicas"]
-    assert main([*scale, "4", "--time", "1:00:00", "--time-min", "10"]) == 0
-    assert capsys.readouterr().out == "100\n101\n102\n"
-    assert [argv[-1].rpartition("/")[2] for argv in words(slurm, "sbatch")] == [
-        f"rollout-{n}.sbatch" for n in (2, 3, 4)
-    ]
-    assert all({"--time=1:00:00", "--time-min=10"} <= set(argv) for argv in words(slurm, "sbatch"))
-    assert "--group rollout-3" in (run.submit / "rollout-3.sbatch").read_text()
-    assert main([*scale, "4"]) == 0 and capsys.readouterr().out == ""
-    jobs = slurm.state["jobs"]
-    for number in (2, 3):
-        begin(run, f"rollout-{number}", str(98 + number))
-        jobs[str(98 + number)]["state"] = "RUNNING"
-    slurm.set(jobs=jobs)
-    with Supervisors(run, slurm) as supervisors:
-        assert main([*scale, "1"]) == 0
-    assert supervisors.seen == [("release", "rollout-3"), ("release", "rollout-2")]
-    assert words(slurm, "scancel") == [["102"]]  # it had not started
-    assert set(slurm.state["jobs"]) == {"11", "12", "13", "14"}
-
-
-def test_scale_of_processes_and_mistakes(tmp_path: Path, capsys: Any) -> None:
+def test_scale_is_a_client_of_the_service(tmp_path: Path, capsys: Any) -> None:
+    """Its operations are tested in tests/runs/test_elastic_run.py and tests/cluster/test_elastic.py."""
     run = make_run(tmp_path / "run", "local")
-    begin(run, "rollout-3")
-    with Supervisors(run) as supervisors:
-        assert main(["scale", str(run.root), "--replicas", "2"]) == 0
-    assert supervisors.seen == [("release", "rollout-3"), ("start", "rollout-2")]
-    capsys.readouterr()
     for argv, message in (
         (["--group", "actor", "--replicas", "2"], "--group: found 'actor', allowed: rollout"),
         (["--replicas", "0"], "--replicas: found 0, allowed: at least 1"),
         ([], "--replicas: found nothing"),
         (["--replicas", "2", "--time", "5"], "--time, --time-min: options of Slurm jobs"),
+        (["--without", "x"], "--without: found 'x'"),
     ):
         assert (
             main(["scale", str(run.root), *argv]) == EXIT_CONFIG
             and message in capsys.readouterr().err
         )
+    for address in (None, ServiceAddress(1, socket.gethostname(), "http://127.0.0.1:9", "token")):
+        if address:
+            publish_address(run, address)
+        assert main(["scale", str(run.root), "--replicas", "2"]) == EXIT_RETRY
+        captured = capsys.readouterr().err
+        assert "see relax-hpc status" in captured and "hub" in captured and "token" not in captured
 
 
 # -- stop ------------------------------------------------------------------------------------------

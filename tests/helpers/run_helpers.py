@@ -57,6 +57,8 @@ SMALL: dict[str, Any] = {
     "actor": {"optimizer": {"lr": 1e-3}},
     "queue": {"keep_steps": 1000, "wait_timeout_s": 120.0},
     "eval": {"every": 0},
+    # Its process costs a second of CPU in every run. Tests of the service turn it on.
+    "service": {"enabled": False},
     # After a minute, a run would start a second process for each role, which imports libraries.
     "liveness": {"stop_timeout_s": 5.0, "start_ahead_s": 0.0},
     "groups": {"actor_fwd": {}},

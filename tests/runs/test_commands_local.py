@@ -37,6 +37,7 @@ SETTINGS = {
     "max_staleness": 1,
     "groups": {"reference": None},
     "liveness": {"beat_s": 0.2},
+    "service": {"enabled": True},
 }
 # Slow steps, so that the run leaves the processors to the commands.
 SETTINGS |= {
@@ -140,9 +141,9 @@ def assert_output_shows_how_models_are_loaded(live: Running) -> None:
 def remove_an_engine(live: Running) -> None:
     """Let engine 1 leave. Numbers that leave no engine, or that do not exist, are refused."""
     refused = run_command(live, "scale", "--without", "0,1", code=EXIT_CONFIG)
-    assert "are all engines of process 0 of rollout" in refused.stderr
+    assert "the last engine of each process of group rollout stays" in refused.stderr
     refused = run_command(live, "scale", "--without", "2", code=EXIT_CONFIG)
-    assert "found 'rollout/2', allowed: rollout/0 to 1" in refused.stderr
+    assert "found rollout/2, allowed: rollout/0, rollout/1" in refused.stderr
     command_output(live, "scale", "--without", "1")
     live.wait_until(lambda: status(live.run)["without"] == {"rollout/1": "left"}, "left", 30)
     assert live.incarnations("rollout") == 1

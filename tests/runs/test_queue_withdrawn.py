@@ -182,6 +182,7 @@ def test_engines_that_leave_and_come_back_take_no_tickets_along(tmp_path: Path) 
         "max_staleness": 1,
         "liveness": {"beat_s": 0.2},
         "rollout": rollout,
+        "service": {"enabled": True},
     }
     with running(tmp_path, settings) as live:
         live.wait_for_step(1, 120)

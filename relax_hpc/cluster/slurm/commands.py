@@ -85,15 +85,16 @@ class Slurm:
         """Programs that are not on PATH."""
         return [program for program in PROGRAMS if shutil.which(program) is None]
 
-    def submit(self, script: Path, *options: str) -> str:
+    def submit(self, script: Path, *options: str, tag: str = "") -> str:
         """Submit ``script`` and return the job's id (of a heterogeneous job: that of component 0).
 
-        Every submission has a tag in its comment. If it is unknown whether the job was created,
-        the queue is searched for the tag, and the script is not submitted again.
+        Every submission has a tag in its comment, ``tag`` or a random one. If it is unknown whether
+        the job was created, the queue is searched for the tag, and the script is not submitted
+        again.
         """
         # If slurmctld is busy, sbatch 22.05 may report "Socket timed out" although the job was
         # created. A second sbatch would then create the job twice.
-        tag = f"relax-hpc-{secrets.token_hex(6)}"
+        tag = tag or f"relax-hpc-{secrets.token_hex(6)}"
         comment = f"{_comment(script, options)} {tag}".strip()
         command = ["sbatch", "--parsable", *options, f"--comment={comment}", str(script)]
         try:
@@ -309,6 +310,11 @@ class Slurm:
             for line in lines
             if line.strip()
         ]
+
+    def find_tagged_job(self, tag: str) -> str:
+        """The id of the job with ``tag`` in its comment, also of one that has ended; empty: there
+        is none."""
+        return self._find_tagged_job(tag, SlurmError(f"looking for the job with comment {tag}"))
 
     def _find_tagged_job(self, tag: str, cause: SlurmError) -> str:
         """The id of the job with ``tag`` in its comment, or ""."""

@@ -469,15 +469,19 @@ def submit_group(
     name: str,
     options: Sequence[str] = (),
     avoid: str = "",
+    tag: str = "",
 ) -> str:
     """Submit a separate job for one group of a running run, with further ``options``, that avoids
-    node ``avoid``. Returns its id."""
+    node ``avoid``. Returns its id.
+
+    ``tag``: text in the job's comment that only this submission has; empty: a random one.
+    """
     script = run.submit / f"{name}.sbatch"
     run.submit.mkdir(exist_ok=True)
     config = load_resolved(run.root, name)
     write_atomic(script, render_group(config, name).encode())
     job = slurm.submit(
-        script, *exclude_option(run, _excluded_by_user(config, name), avoid), *options
+        script, *exclude_option(run, _excluded_by_user(config, name), avoid), *options, tag=tag
     )
     ledger.add(Submission(job=job, kind="group", group=name, options=list(options)))
     return job

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import Protocol
 
 from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.errors import EXIT_RETRY, FencedError, RelaxError
@@ -61,6 +62,19 @@ class Outcome(Enum):
     """All groups continue in other jobs."""
 
 
+class Companion(Protocol):
+    """A thread beside the supervisor's own."""
+
+    def start(self) -> None:
+        """Start the thread."""
+
+    def request_end(self) -> None:
+        """Ask the thread to end."""
+
+    def close(self) -> None:
+        """Wait until the thread has ended."""
+
+
 class Supervisor:
     """Starts groups, restarts those that fail, and ends all of them. Use it as a context manager.
 
@@ -104,6 +118,8 @@ class Supervisor:
         self.on_silence: Callable[[str, int], None] = lambda _name, _incarnation: None
         """Called with a group under another supervisor, and its incarnation, if a member has sent
         no heartbeat for the length of a lease."""
+        self.companion: Companion | None = None
+        """Thread that starts when this supervisor can send requests to the queue."""
         self.incarnation = claim(run, name, former)
         self.client: QueueClient | None = None
         self.liveness: Liveness | None = None
@@ -129,8 +145,12 @@ class Supervisor:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.starts.ahead.drop(*self.starts.ahead.waiting)
+        if self.companion:
+            self.companion.request_end()
         if self.client:
             self.client.close()
+        if self.companion:
+            self.companion.close()
         # After an unexpected error the groups keep running, and the next supervisor adopts them.
         keep_running = self.fenced or (error is not None and not issubclass(error, RelaxError))
         for group in self.table.supervised.values():
@@ -166,6 +186,8 @@ class Supervisor:
             self._hub_incarnation,
             self._longest_read_s(),
         )
+        if self.companion:
+            self.companion.start()
         for name in self.table.names:
             self.check_fenced()
             self.before_wait()

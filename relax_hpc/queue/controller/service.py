@@ -76,7 +76,10 @@ class Beats:
 
 
 _OnReport = Callable[[str, int, dict[str, float], dict[str, float]], None]
-_FOR_OBSERVERS = ("beat", "status", "checkpoints")
+_FOR_OBSERVERS = (
+    *("beat", "status", "checkpoints"),
+    *("operation_create", "operation_get", "operation_list", "operation_cancel", "engines_present"),
+)
 LEASE_S = 30.0
 SCHEMAS = {op: Schema(handler) for op, handler in handlers.HANDLERS.items()}
 """Schemas of the arguments of requests, by their `op`."""

@@ -29,6 +29,7 @@ from relax_hpc.queue.operations import (
     MemberToken,
     Operation,
     OperationRefused,
+    is_external,
 )
 from relax_hpc.queue.plan import SUPERVISOR
 
@@ -129,7 +130,8 @@ def cancel(service: QueueService, request: Request, id: str) -> Any:
     if operation.kind != OUT or operation.state not in CANCELLABLE:
         text = f"{id} is {operation.state}, allowed: a scale-out that is {', '.join(CANCELLABLE)}"
         return _refuse("too_late", text)
-    change = Change(CANCELLED, {"leftover": list(operation.engines), "done": []})
+    own = [name for name in operation.engines if not is_external(name)]
+    change = Change(CANCELLED, {"leftover": own, "done": []})
     _record_change(service, operation, change)
     return {"operation": operation.message()}
 

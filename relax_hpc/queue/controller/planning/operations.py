@@ -45,19 +45,25 @@ _KEYS: dict[str, type | tuple[type, ...]] = {
     "model_name": str,
     "num_replicas": int,
     "relative": int,
+    "groups": int,
     "engine_urls": list,
     "engines": list,
     "members": list,
     "force": bool,
     "dry_run": bool,
     "timeout_secs": (int, float),
+    "time": str,
+    "time_min": str,
 }
 """Keys of the body of a request, and their types."""
 _MODEL = "default"
 """The only name of a model that a run has."""
+MAX_ENGINES = 4096
+"""Most engines of a run, so that no request makes the hub work for long."""
 _MAX_URLS = 256
 _MAX_URL = 512
 _MAX_S = 30 * 86400.0
+_TIME = re.compile(r"[0-9]{1,6}([-:][0-9]{1,2}){0,3}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,15 +225,19 @@ def _check_body(kind: str, body: Mapping[str, Any]) -> None:
     timeout = body.get("timeout_secs")
     if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
         raise OperationRefused("bad_request", f"timeout_secs: found {timeout}, allowed: above 0")
-    for name in ("num_replicas", "relative"):
+    for name in ("num_replicas", "relative", "groups"):
         if (body.get(name) or 0) < 0:
             raise OperationRefused("bad_request", f"{name}: found {body[name]}, allowed: above 0")
+    for name in ("time", "time_min"):
+        if body.get(name) and not _TIME.fullmatch(body[name]):
+            text = f"{name}: found {body[name]!r:.40}, allowed: a time limit of sbatch"
+            raise OperationRefused("bad_request", text)
     _check_names(body)
-    goals = [name for name in ("relative", "engines", "members") if body.get(name)]
+    goals = [name for name in ("relative", "groups", "engines", "members") if body.get(name)]
     if body.get("num_replicas") or body.get("engine_urls"):
         goals.append("num_replicas" if body.get("num_replicas") else "engine_urls")
     if len(goals) != 1:
-        allowed = "num_replicas, relative, engine_urls or engines"
+        allowed = "num_replicas, relative, groups, engine_urls or engines"
         found = " and ".join(goals) or "none"
         raise OperationRefused("bad_request", f"found {found}, allowed: one of {allowed}")
     if kind == OUT and body.get("force"):
@@ -285,6 +295,8 @@ def _choose(
     target = body.get("num_replicas") or 0
     if body.get("relative"):
         target = count + body["relative"] * (1 if kind == OUT else -1)
+    if body.get("groups"):
+        return _choose_groups(present, plan, kind, body["groups"], count)
     is_counted = bool(body.get("num_replicas") or body.get("relative"))
     if kind == OUT:
         if is_counted:
@@ -297,7 +309,37 @@ def _choose(
     return _choose_named(external, present, plan, body, count)
 
 
+def _choose_groups(
+    present: PresentEngines, plan: EnginePlan, kind: str, target: int, count: int
+) -> _Choice:
+    """Whole groups, so that ``target`` of them exist, with the configured one. The members with the
+    highest numbers leave first."""
+    if kind == OUT and target > 1 and not plan.has_members:
+        text = f"group {plan.group} has other roles than rollout, so that it has no members"
+        raise OperationRefused("bad_request", text)
+    members = sorted(present.groups.keys() - {plan.group}, key=member_number)
+    if kind == IN:
+        leaving = [name for name in members if member_number(name) > target][::-1]
+        names = present.names()
+        engines = list[str]()
+        for group in leaving:
+            engines += [name for name in names if group_of(name) == group]
+        _check_minimum(plan, count - len(engines))
+        return _Choice(engines, detail="" if engines else f"the run has {len(members) + 1} groups")
+    _check_maximum(plan, target * plan.engines if kind == OUT else 0)
+    wanted = [f"{plan.group}-{number}" for number in range(2, target + 1)]
+    missing = [name for name in wanted if name not in members and name not in present.taken]
+    engines = list[str]()
+    for group in missing:
+        engines += [f"{group}/{number}" for number in range(plan.engines)]
+    _check_maximum(plan, count + len(engines))
+    return _Choice(engines, detail="" if engines else f"the run has {len(members) + 1} groups")
+
+
 def _check_maximum(plan: EnginePlan, count: int) -> None:
+    if count > MAX_ENGINES:
+        text = f"{count} engines, allowed at most {MAX_ENGINES} in a run"
+        raise OperationRefused("bad_request", text)
     if plan.max_engines and count > plan.max_engines:
         text = f"{count} engines, allowed service.max_engines={plan.max_engines}"
         raise OperationRefused("bad_request", text)
@@ -393,7 +435,8 @@ def _choose_to_remove(
         elif surplus:
             is_rounded = True
     if surplus and not is_rounded:
-        removable = _removable(plan, [name for name in wanted if group_of(name) == plan.group])
+        own = [name for name in wanted if group_of(name) == plan.group]
+        removable = _removable(own, _per_process(present, plan, plan.group))
         if len(removable) < surplus:
             raise OperationRefused("protected", _describe_protected(plan))
         engines += removable[:surplus]
@@ -401,9 +444,14 @@ def _choose_to_remove(
     return _Choice(engines, detail=_describe_rounding(plan, target, total))
 
 
-def _removable(plan: EnginePlan, names: Sequence[str]) -> list[str]:
-    """Engines of one group that may leave, the last first: one engine of each process stays."""
-    size = plan.engines // plan.processes
+def _per_process(present: PresentEngines, plan: EnginePlan, group: str) -> int:
+    """Engines of each process of ``group``, whose size may differ from the configured one."""
+    return max(1, present.groups.get(group, plan.engines) // plan.processes)
+
+
+def _removable(names: Sequence[str], size: int) -> list[str]:
+    """Engines of one group that may leave, the last first: one engine of each process stays, which
+    has ``size`` of them."""
     kept = {number_of(name) // size: name for name in reversed(names)}
     return [name for name in reversed(names) if name not in kept.values()]
 
@@ -442,19 +490,21 @@ def _choose_named(
         if unknown:
             raise OperationRefused("unknown_engine", _describe_unknown(unknown, list(by_url)))
         engines = [by_url[url] for url in urls]
-    _check_stays(plan, wanted, engines)
+    _check_stays(present, plan, wanted, engines)
     _check_minimum(plan, count - len(engines))
     return _Choice(engines)
 
 
-def _check_stays(plan: EnginePlan, wanted: Sequence[str], leaving: Sequence[str]) -> None:
+def _check_stays(
+    present: PresentEngines, plan: EnginePlan, wanted: Sequence[str], leaving: Sequence[str]
+) -> None:
     """OperationRefused: a process of a group that stays would have no engine."""
     groups = dict.fromkeys(group_of(name) for name in leaving if not is_external(name))
     for group in groups:
         own = [name for name in wanted if group_of(name) == group and not is_external(name)]
         if group != plan.group and set(own) <= set(leaving):
             continue
-        size = plan.engines // plan.processes
+        size = _per_process(present, plan, group)
         before = {number_of(name) // size for name in own}
         after = {number_of(name) // size for name in own if name not in leaving}
         if before != after:
@@ -509,7 +559,9 @@ def _differs(operation: Operation, change: Change) -> bool:
 
 def end_operation(operation: Operation, done: Sequence[str], reason: str, detail: str) -> Change:
     """The end of an operation that did not reach its goal."""
-    remaining = [name for name in operation.engines if name not in done]
+    # External engines leave by themselves when they are not wanted any more.
+    own = [name for name in operation.engines if not is_external(name)]
+    remaining = [name for name in own if name not in done]
     changes: dict[str, Any] = {"reason": reason, "detail": detail, "done": list(done)}
     if operation.kind == IN:
         return Change(FAILED, changes)

@@ -126,8 +126,8 @@ def change_operation(
         operation.history.append([state_name, at])
         operation.state = state_name
     operation.updated_at = at
-    if operation.state in FINAL[operation.kind]:
-        _stop_wanting(state, operation.leftover)
+    if operation.state in FINAL[operation.kind] and operation.kind == OUT:
+        _stop_wanting(state, [name for name in operation.engines if name not in operation.done])
     _note_change(state)
 
 
