@@ -155,6 +155,14 @@ FINDINGS = [
         ["actor.parallel.data: found 17, allowed: at most 16"],
     ),
     (
+        {"service.autoscaler.enabled": True},
+        ["service.max_engines: found 0, allowed with service.autoscaler: at least 1"],
+    ),
+    (
+        {"service.min_engines": 3, "service.max_engines": 2},
+        ["service.max_engines: found 2, allowed: at least service.min_engines, 3"],
+    ),
+    (
         {"weights.publish_every": 2, "weights.file_every": 2},
         ["weights.publish_every: found 2, allowed: at most max_staleness + 1, 1"],
     ),

@@ -4,6 +4,7 @@
 `relax_hpc.ops.checks.settings`.
 """
 
+from relax_hpc.config.schema.autoscaler import AutoscalerConfig
 from relax_hpc.config.schema.cluster import (
     ContainerConfig,
     GroupConfig,
@@ -56,6 +57,7 @@ from relax_hpc.config.schema.training import (
 
 __all__ = [
     "ActorConfig",
+    "AutoscalerConfig",
     "CheckpointConfig",
     "Config",
     "ContainerConfig",

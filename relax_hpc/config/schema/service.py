@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from relax_hpc.base.settings import bounded
+from relax_hpc.config.schema.autoscaler import AutoscalerConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,3 +36,4 @@ class ServiceConfig:
     serve by then. The time of a job in Slurm's queue counts."""
     scale_in_timeout_s: float = bounded(300.0, 1.0)
     """Seconds until a scale-in whose request names no `timeout_secs` ends as failed."""
+    autoscaler: AutoscalerConfig = field(default_factory=AutoscalerConfig)

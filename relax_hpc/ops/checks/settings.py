@@ -79,6 +79,7 @@ def check(config: Config, starts_here: bool = False) -> list[str]:
         partial(check_machine, starts_here=starts_here),
         _planes,
         _weights,
+        _service,
         _memory,
     )
     findings = list[str]()
@@ -204,6 +205,32 @@ def _weights(config: Config) -> Findings:
         yield (
             f"algorithm.kl.refresh_every: found {refresh_every}, {multiples}; other versions are "
             "not published"
+        )
+
+
+def _service(config: Config) -> Findings:
+    service = config.service
+    if service.max_engines and service.max_engines < service.min_engines:
+        yield (
+            f"service.max_engines: found {service.max_engines}, allowed: at least "
+            f"service.min_engines, {service.min_engines}, or 0 for no limit"
+        )
+    if not (service.autoscaler.enabled or service.autoscaler.dry_run):
+        return
+    if not service.max_engines:
+        yield (
+            "service.max_engines: found 0, allowed with service.autoscaler: at least 1; set the "
+            "largest number of engines that the autoscaler may request"
+        )
+    if not service.enabled:
+        yield (
+            "service.autoscaler.enabled: found true, allowed with service.enabled=false: false; "
+            "the autoscaler runs in the service"
+        )
+    if config.colocate:
+        yield (
+            "service.autoscaler.enabled: found true, allowed with colocate: false; actor and "
+            "engines share devices, so that the number of engines cannot change"
         )
 
 
