@@ -48,6 +48,11 @@ _MAX_MEMBER_BYTES = 64 << 20
 _NEWEST_FILES = 16
 """Files that `read_newest_samples` opens, at most. A run has one for each rollout rank and
 incarnation."""
+_NEWEST_BYTES = 64 << 20
+"""Bytes of text that `read_newest_samples` unpacks, about."""
+_MAX_FALSE_STARTS = 1000
+"""Places in a file that look like the start of a member and are none, at most. Compressed data has
+one in 16 MiB."""
 _MAX_SAMPLE_BYTES = 16 << 20
 """Most bytes of a sample. A reader leaves out a longer one."""
 
@@ -214,16 +219,18 @@ def read_newest_samples(
     """The newest samples of each of the newest files in ``folder``, in no order.
 
     ``is_enough``: whether these samples of a file suffice. A file is read from its end, so that
-    the time does not grow with the length of a run. Damaged parts and foreign files are left out.
+    the time does not grow with the length of a run. Damaged parts and foreign files are left out,
+    and what follows after `_NEWEST_BYTES` of text.
     """
     paths = sorted(folder.glob(f"*{SUFFIX}"), key=_modified_at, reverse=True)
-    samples = list[Sample]()
+    samples, size = list[Sample](), 0
     for path in paths[:_NEWEST_FILES]:
         newest = list[Sample]()
         with contextlib.suppress(ForeignFileError):
             for member in _members_backward(path):
                 newest += parse_member(member)
-                if is_enough(newest):
+                size += len(member)
+                if is_enough(newest) or size > _NEWEST_BYTES:
                     break
         samples += newest
     return samples
@@ -244,10 +251,12 @@ def _members_backward(path: Path) -> Iterator[bytes]:
             open_in_run(path) as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            start = data.rfind(_MAGIC)
-            while start >= 0:
+            start, false_starts = data.rfind(_MAGIC), 0
+            while start >= 0 and false_starts < _MAX_FALSE_STARTS:
                 content, _ = _inflate(data, start, path)
-                if content is not None:
+                if content is None:
+                    false_starts += 1
+                else:
                     yield content
                 start = data.rfind(_MAGIC, 0, start)
     except ForeignFileError:

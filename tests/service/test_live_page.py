@@ -19,6 +19,7 @@ from relax_hpc.queue.operations import OUT
 from relax_hpc.rollout.sample_log import SampleLog
 from relax_hpc.service.page.session import cookie_name, is_session, make_session
 from relax_hpc.service.page.shared_reading import SharedReading
+from relax_hpc.service.page.snapshot import take_snapshot
 from tests.helpers.browser import Tab, needs_browser
 from tests.helpers.queue_helpers import small
 from tests.helpers.service_helpers import TOKEN, Service, service
@@ -86,6 +87,9 @@ def test_only_a_session_opens_the_page(tmp_path: Path) -> None:
                 assert page.headers[header] == text
             answer = await (await send(running, "GET", "/page/state", headers=good)).json()
             assert answer["state"]["operations"]["rows"][0]["cells"][1] == "scale out"
+            # Without the service, the hub is asked.
+            snapshot = await asyncio.to_thread(take_snapshot, running.run)
+            assert snapshot["state"]["operations"]["rows"][0]["cells"][0] == "so-000001"
             # The session opens the page, and nothing else of the service.
             assert (await send(running, "GET", "/openapi.json", headers=good)).status == 401
             assert (await send(running, "GET", "/pagex", headers=good)).status == 401

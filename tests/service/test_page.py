@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def write_run(root: Path) -> RunDir:
         back = {"event": "rolled_back", "step": STEPS, "time": 2e9, "incarnation": 1}
         file.write(json.dumps(back) + "\n")
     write_json(run.stop, {"code": 93, "reason": EVIL})
-    failure = {"group": EVIL, "reason": "reward_exception", "detail": EVIL, "location": "a.py:3"}
+    failure = {"group": SCRIPT, "reason": "reward_exception", "detail": EVIL, "location": "a.py:3"}
     run.failures.write_text(json.dumps(failure | {"traceback": EVIL, "time": 1e9 + 7}) + "\n")
     log = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", SamplesConfig(), STEPS)
     log.keep([sample(0, prompt=EVIL, response=EVIL, id=EVIL, finish_reason=EVIL)], step=STEPS)
@@ -115,6 +116,10 @@ def test_the_newest_samples_are_read_from_the_ends_of_files(tmp_path: Path) -> N
     log.close()
     with (run.samples / "a.jsonl.gz").open("ab") as file:
         file.write(b"\x1f\x8b\x08 a member that a kill has cut")
+    # Foreign files beside them: many false starts, a FIFO, and a link out of the run.
+    (run.samples / "c.jsonl.gz").write_bytes(b"\x1f\x8b\x08" * 1_000_000)
+    os.mkfifo(run.samples / "d.jsonl.gz")
+    (run.samples / "e.jsonl.gz").symlink_to(tmp_path / "secret")
     other = SampleLog(run.samples / "b.jsonl.gz", SamplesConfig(), steps=1)
     other.keep([sample(1000)], step=1)
     other.close()

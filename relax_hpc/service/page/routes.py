@@ -19,7 +19,7 @@ from relax_hpc.service.live_run import LiveRun
 from relax_hpc.service.page.document import render_document, render_login
 from relax_hpc.service.page.session import SESSION_S, cookie_name, is_session, make_session
 from relax_hpc.service.page.shared_reading import SharedReading
-from relax_hpc.service.page.snapshot import newest_samples, take_state
+from relax_hpc.service.page.snapshot import ask_operations, newest_samples, take_state
 
 _STATE_S, _SAMPLES_S = 4.0, 30.0
 """Shortest seconds between two readings of the state, and of samples."""
@@ -136,9 +136,12 @@ class _Page:
 
     def _read_state(self) -> dict[str, Any]:
         live = self._live
-        hub = live.status.message() if live.status and not live.is_hub_away else {}
         slurm = Slurm(timeout_s=SLURM_S, tries=1)
-        return take_state(live.run, slurm, hub, live.wanted.operations, live.wanted.external)
+        if live.status is None or live.is_hub_away:
+            wanted = live.wanted
+            return take_state(live.run, slurm, {}, wanted.operations, wanted.external)
+        operations, external = ask_operations(live.client)
+        return take_state(live.run, slurm, live.status.message(), operations, external)
 
 
 def _has_session(request: web.Request) -> bool:

@@ -7,13 +7,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from relax_hpc.base.errors import RelaxError
 from relax_hpc.base.metrics.read import load_metrics
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.cluster.supervise.launch_records import all_ended
 from relax_hpc.config import load_resolved
+from relax_hpc.net.rendezvous.roster import latest_card
 from relax_hpc.ops.observe.sample_reading import valid_samples
 from relax_hpc.ops.observe.status import status
+from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.operations import ExternalEngine, Operation
+from relax_hpc.queue.records import OBSERVER_INCARNATION
 from relax_hpc.rollout.sample_log import Sample, read_newest_samples
 from relax_hpc.service.page.events import recent_events
 from relax_hpc.service.page.state import describe_run, without_controls
@@ -22,6 +27,9 @@ SAMPLES_OF_KIND = 12
 """Samples of training on the page, and samples of evaluations, at most."""
 SAMPLE_BYTES = 4 << 20
 """Bytes of all samples of the page, at most. Pictures take most of them."""
+_FINISHED_OPERATIONS = 5
+_HUB_S = 3.0
+"""Seconds to wait for the hub's operations."""
 _MAX_READ = 2000
 """Samples of one file that are read, at most. Before a long evaluation, there may be older samples
 of training."""
@@ -29,7 +37,9 @@ of training."""
 
 def take_snapshot(run: RunDir, slurm: Slurm | None = None) -> dict[str, Any]:
     """{state, samples} of ``run``. ConfigError: there is no run."""
-    return {"state": take_state(run, slurm), "samples": newest_samples(run)}
+    operations, external = _ask_hub(run)
+    state = take_state(run, slurm, None, operations, external)
+    return {"state": state, "samples": newest_samples(run)}
 
 
 def take_state(
@@ -47,6 +57,32 @@ def take_state(
     run_status = status(run, slurm=slurm, rows=metrics.rows, hub=hub)
     events = recent_events(run, load_resolved(run.root), run_status["groups"], metrics)
     return describe_run(run_status, metrics, events, operations, external)
+
+
+def _ask_hub(run: RunDir) -> tuple[Sequence[Operation], Sequence[ExternalEngine]]:
+    """Operations and external engines; none if the hub of the run does not answer."""
+    card = latest_card(run, "hub")
+    if run.finished.exists() or card is None or not card.endpoint:
+        return (), ()
+    try:
+        config = load_resolved(run.root)
+        if all_ended(run, config, "hub"):
+            return (), ()
+        with QueueClient(run, config, "observer", OBSERVER_INCARNATION) as client:
+            return ask_operations(client)
+    except RelaxError:
+        # Also if this user cannot read the token of the run. `status` names other errors.
+        return (), ()
+
+
+def ask_operations(client: QueueClient) -> tuple[Sequence[Operation], Sequence[ExternalEngine]]:
+    """The newest operations, newest first, and external engines. RelaxError: the hub does not
+    answer."""
+    listing, presence = client.operations.list(timeout=_HUB_S), client.operations.present(_HUB_S)
+    newest_first = sorted(listing.result(), key=lambda operation: -operation.created_at)
+    unfinished = [operation for operation in newest_first if operation.is_unfinished]
+    finished = [operation for operation in newest_first if not operation.is_unfinished]
+    return [*unfinished, *finished[:_FINISHED_OPERATIONS]], presence.result().external
 
 
 def newest_samples(run: RunDir) -> list[Sample]:

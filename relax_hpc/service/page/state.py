@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from relax_hpc.base.disk_waits import describe_wait
+from relax_hpc.base.error_origin import shorten
 from relax_hpc.base.metrics.read import Metrics
 from relax_hpc.base.terminal_text import escape_controls
 from relax_hpc.base.versions import Version
@@ -22,6 +23,8 @@ from relax_hpc.service.page.curves import GENERATING, READY, STALENESS, Row, mak
 _GOOD = {"running", "done", "finished", "active", "completed"}
 _BAD = {"dead", "suspect", "ended", "failed", "stopped", "lost", "partial", "unknown"}
 _MIN_SHARE = 0.01
+_MAX_CHARS = 2000
+"""Characters of a text that is not of a sample, at most."""
 _ROLES = ("rollout", "actor_fwd", "reference", "teacher", "critic", "advantages", "actor")
 """Roles in the order of the data flow; others follow."""
 
@@ -35,7 +38,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """State of a run.
 
-    ``status``: see `relax_hpc.ops.observe.status`. ``operations``: unfinished ones. ``external``:
+    ``status``: see `relax_hpc.ops.observe.status`. ``operations``: newest first. ``external``:
     engines that were started elsewhere.
     """
     rows = metrics.rows
@@ -52,17 +55,24 @@ def describe_run(
         "operations": _operations(operations, status["time"]),
         "events": list(events),
     }
-    return without_controls(state)
+    return without_controls(state, _MAX_CHARS)
 
 
-def without_controls(value: Any) -> Any:
-    """``value`` with `escape_controls` applied to every text in it, keys included."""
+def without_controls(value: Any, max_chars: int | None = None) -> Any:
+    """``value`` with `escape_controls` applied to every text in it, keys included.
+
+    ``max_chars``: of each text; the middle of a longer one is left out. None: no limit.
+    """
     if isinstance(value, str):
-        return escape_controls(value)
+        text = value if max_chars is None else shorten(value, max_chars)
+        return escape_controls(text)
     if isinstance(value, Mapping):
-        return {escape_controls(str(key)): without_controls(item) for key, item in value.items()}
+        return {
+            escape_controls(str(key)): without_controls(item, max_chars)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [without_controls(item) for item in value]
+        return [without_controls(item, max_chars) for item in value]
     return value
 
 
@@ -263,7 +273,7 @@ def _engines(status: Mapping[str, Any], external: Sequence[ExternalEngine]) -> d
 
 
 def _operations(operations: Sequence[Operation], now: float) -> dict[str, Any]:
-    """Unfinished scaling operations. ``now``: wall-clock seconds."""
+    """Scaling operations. ``now``: wall-clock seconds."""
     rows = []
     for operation in operations:
         jobs = [
@@ -275,7 +285,7 @@ def _operations(operations: Sequence[Operation], now: float) -> dict[str, Any]:
             operation.state,
             ", ".join(operation.engines),
             duration(now - operation.created_at),
-            duration(operation.deadline_at - now),
+            duration(operation.deadline_at - now) if operation.is_unfinished else "",
             "; ".join(filter(None, (operation.reason, operation.detail, *jobs))),
         ]
         rows.append((tone_of(operation.state), cells))

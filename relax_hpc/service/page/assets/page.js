@@ -177,7 +177,10 @@ function drawCharts(charts) {
   const nodes = charts.map((chart) => {
     const node = element("div", "chart"), title = element("h2", "", chart.title);
     title.append(element("small", "", chart.unit));
-    node.append(title, element("div"), element("div", "legend"));
+    const canvas = element("div");
+    canvas.role = "img";
+    canvas.ariaLabel = `${chart.title}, ${chart.unit}, over steps; the newest values follow`;
+    node.append(title, canvas, element("div", "legend"));
     return node;
   });
   // All charts are in the page before one is drawn, so that each has its final width.
@@ -239,6 +242,11 @@ async function fetchJson(path) {
 }
 
 async function repeat(path, show, wait_ms) {
+  // A tab in the background asks nothing.
+  if (document.hidden) {
+    document.addEventListener("visibilitychange", () => repeat(path, show, wait_ms), { once: true });
+    return;
+  }
   try {
     const answer = await fetchJson(path);
     show(answer);
