@@ -155,6 +155,14 @@ def test_what_people_watch_is_on_every_screen(
     assert f"test/{letters}0" in text or not scores
 
 
+def test_shares_of_time_stand_under_each_other() -> None:
+    times = {"at": {"wait": 0.6, "train": 0.4}, "for": {"rollout": 0.6}}
+    shares = {"steps": 20, "roles": {"actor": times, "actor_fwd": times}}
+    frame = screen_lines(full_status(shares=shares), 79, 40)
+    assert "  actor       waits for rollout 60%  train 40%" in frame
+    assert "  actor_fwd   waits for rollout 60%  train 40%" in frame
+
+
 def test_scores_that_do_not_fit_are_counted() -> None:
     scores = {f"set-{number}/accuracy": 0.25 for number in range(9)}
     frame = screen_lines(full_status(held_out={"step": 5, "scores": scores}), 79, 23)
@@ -235,6 +243,9 @@ def test_restarts_of_a_report_are_whole_and_aligned() -> None:
     empty = dict.fromkeys(("roles", "waits", "pace", "split", "goodput", "failures", "notes"), ())
     hours = {"unit": "node", "asked": 0.0}
     header = {
+        "sentence": "",
+        "lengths": None,
+        "cost": {"groups": {}},
         "run_dir": "/r",
         "finished": False,
         "first_step": None,

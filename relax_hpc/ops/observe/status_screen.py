@@ -185,11 +185,12 @@ def _packed(parts: Sequence[str], width: int, max_lines: int) -> list[str]:
 
 def _indented(line: str, width: int) -> list[str]:
     """``line`` in ``width`` columns, the second and later lines indented."""
-    text = escape_line(" ".join(line.split()))
+    text = escape_line(line)
     first = next(wrap_text(text, width)).rstrip()
+    indent = " " * (len(text) - len(text.lstrip())) + _INDENT
     remaining = text[len(first) :].strip()
-    pieces = wrap_text(remaining, width - len(_INDENT)) if remaining else ()
-    return [first, *(f"{_INDENT}{piece.rstrip()}" for piece in pieces)]
+    pieces = wrap_text(remaining, width - len(indent)) if remaining else ()
+    return [first, *(f"{indent}{piece.rstrip()}" for piece in pieces)]
 
 
 def _fit_height(table: list[str], height: int) -> list[str]:
