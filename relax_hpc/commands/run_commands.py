@@ -215,7 +215,7 @@ def _stacks_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--native",
         action="store_true",
-        help="Show frames of C code too, by py-spy or gdb. Each process stops for some seconds.",
+        help="Show frames of C code too, by py-spy, which stops each process for some seconds.",
     )
 
 

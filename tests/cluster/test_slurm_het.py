@@ -204,6 +204,11 @@ def test_the_report_lists_restarts_and_staleness_is_bounded(live: SlurmRun) -> N
     )
 
 
+@in_all
+def test_processes_of_components_can_be_inspected(live: SlurmRun) -> None:
+    live.assert_can_be_inspected()
+
+
 # -- ends of the run's jobs, with a successor ------------------------------------------------------
 
 

@@ -131,7 +131,7 @@ def tags_of_samples(role: str, samples: Iterable[Sample]) -> dict[str, float]:
     if not processes:
         return {}
     tags = {
-        "cores": sum(process.cores for process in processes),
+        "cores": round(sum(process.cores for process in processes), 3),
         "memory_bytes": float(sum(process.memory_bytes for process in processes)),
         "processes": float(len(processes)),
         "threads": float(sum(process.threads for process in processes)),

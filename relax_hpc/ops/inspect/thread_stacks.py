@@ -24,8 +24,9 @@ from pathlib import Path
 from relax_hpc.net.rendezvous.process import STACKS_SIGNAL, handles_stack_signal
 from relax_hpc.ops.inspect.rank_processes import RankProcess, output_path
 
-_TOOL_S, _NATIVE_S = 20.0, 90.0
-"""Seconds for a tool. Reading the symbols of torch's libraries takes py-spy 0.4.3 longest."""
+_TOOL_S, _NATIVE_S = 20.0, 60.0
+"""Seconds for py-spy, without and with frames of C code. It stops the process meanwhile. gdb is not
+used: it stops a process for a minute while it reads the symbols of torch's libraries."""
 _DUMP_S = 5.0
 """Seconds for a process to write its stacks. A thread that the kernel cannot interrupt delays it,
 unless another thread receives the signal."""
@@ -43,38 +44,23 @@ def describe_process(process: RankProcess, native: bool = False) -> str:
     threads = describe_kernel_threads(process.pid)
     if not threads:
         return "has ended"
-    reasons = list[str]()
-    for read in (_read_native, _read_by_tool, _read_by_signal):
-        if read is _read_native and not native:
-            continue
-        text, reason = read(process.pid)
-        if text:
-            return f"{text}\n{threads}"
+    text, reason = _read_by_tool(process.pid, native)
+    reasons = [reason]
+    if not text:
+        text, reason = _read_by_signal(process.pid)
         reasons.append(reason)
-    return f"no Python stacks: {'; '.join(reason for reason in reasons if reason)}\n{threads}"
+    if text:
+        return f"{text}\n{threads}"
+    return f"no Python stacks: {'; '.join(reasons)}\n{threads}"
 
 
-def _read_by_tool(pid: int) -> tuple[str, str]:
+def _read_by_tool(pid: int, native: bool) -> tuple[str, str]:
     """(stacks by py-spy, reason why there are none)."""
     tool = find_tool("py-spy")
     if not tool:
         return "", "py-spy is not installed (pip install py-spy)"
-    return _run_tool([tool, "dump", "--pid", str(pid)], _TOOL_S)
-
-
-def _read_native(pid: int) -> tuple[str, str]:
-    """The same with frames of C code, by py-spy, or by gdb if there is no py-spy."""
-    tool = find_tool("py-spy")
-    if tool:
-        return _run_tool([tool, "dump", "--native", "--pid", str(pid)], _NATIVE_S)
-    debugger = find_tool("gdb")
-    if not debugger:
-        return "", "neither py-spy nor gdb is installed"
-    # -nx: start files of a folder are not read.
-    command = [debugger, "-nx", "-batch", "-p", str(pid), "-ex", "thread apply all backtrace 64"]
-    text, reason = _run_tool(command, _NATIVE_S)
-    # gdb exits with 0 if it may not trace the process.
-    return (text, reason) if "#0" in text else ("", f"gdb: {_last_line(text) or reason}")
+    options = ["--native"] if native else []
+    return _run_tool([tool, "dump", *options, "--pid", str(pid)], _NATIVE_S if native else _TOOL_S)
 
 
 def _read_by_signal(pid: int) -> tuple[str, str]:
