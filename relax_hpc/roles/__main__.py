@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax_hpc.base.cuda_allocator import expand_segments
 from relax_hpc.base.disk_waits import WAITS, await_disk_space, ignore_print_errors, is_temporary
@@ -55,6 +55,9 @@ from relax_hpc.net.rendezvous.process import (
 from relax_hpc.queue.presence import longest_wait_s
 from relax_hpc.roles.start_ahead import NotNeededError, wait_to_begin
 from relax_hpc.training.weights.node_cache import clear_staging
+
+if TYPE_CHECKING:
+    from relax_hpc.queue.client import QueueClient
 
 ROLLOUT_SECTIONS = ("rollout", "data", "environment", "eval", "reward", "genrm")
 """Sections of the configuration whose plug-ins are called by roles that create rows."""
@@ -150,6 +153,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
         config.metrics.resources_s,
         gpu_vendor(config) if world.local_rank == 0 and config.model.device == "cuda" else None,
         gathers=world.is_leader and world.size > 1,
+        on_gpu_error=partial(note_gpu_error, client, args.group) if client else None,
     )
     context = Context(
         run,
@@ -185,6 +189,11 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
         spans.close()
         if client:
             client.close()
+
+
+def note_gpu_error(client: QueueClient, group: str, node: str, code: str) -> None:
+    """Count an error that the driver of a GPU has reported on ``node``. `status` shows it."""
+    client.status.note("gpu_error", f"{group}/{node}", f"xid_{code}")
 
 
 def raise_programming_error(error: Exception, config: Config, role: str) -> None:

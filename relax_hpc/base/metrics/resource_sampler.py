@@ -7,6 +7,8 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -24,6 +26,7 @@ from relax_hpc.base.metrics.resource_samples import (
     GpuUse,
     ProcessUse,
     Sample,
+    count_errors_by_node,
     read_last_samples,
     samples_path,
     tags_of_samples,
@@ -31,6 +34,8 @@ from relax_hpc.base.metrics.resource_samples import (
 
 _ROTATION_BYTES, _KEPT_PARTS = 8 << 20, 4
 _MAX_NAME_CHARS = 40
+_MAX_REPORTS = 16
+"""Errors of one kind that are reported after a sample, at most."""
 
 
 class ResourceSampler:
@@ -48,10 +53,15 @@ class ResourceSampler:
         interval_s: float,
         gpus: GpuVendor | None = None,
         gathers: bool = False,
+        on_gpu_error: Callable[[str, str], object] | None = None,
     ) -> None:
         """``interval_s``: seconds between two samples; 0: none are taken. ``gpus``: vendor of the
         GPUs to sample; None: none. ``gathers``: whether `metrics` has the values of all ranks of
-        the role."""
+        the role. ``on_gpu_error``: called in the thread, with a node and the code of an error, for
+        each error of the driver that a sample has first."""
+        self._on_gpu_error = on_gpu_error
+        self._known_errors = Counter[tuple[str, str]]()
+        """Number of errors by node and code, of which `on_gpu_error` was called."""
         self._role, self._rank, self._vendor = role, rank, gpus
         self._logs, self._interval_s, self._gathers = logs, interval_s, gathers
         # The host name may differ from Slurm's name, and all nodes of a sandbox share it.
@@ -135,6 +145,12 @@ class ResourceSampler:
                 samples = read_last_samples(self._logs) | samples
         own_role = [each for (role, _), each in samples.items() if role == self._role]
         self._metrics = tags_of_samples(self._role, own_role)
+        if self._on_gpu_error:
+            errors = count_errors_by_node(own_role)
+            for (node, code), count in (errors - self._known_errors).items():
+                for _ in range(min(count, _MAX_REPORTS)):
+                    self._on_gpu_error(node, code)
+            self._known_errors |= errors
 
 
 class ProcessTree:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -144,6 +145,16 @@ def tags_of_samples(role: str, samples: Iterable[Sample]) -> dict[str, float]:
         tags["gpu_memory_bytes"] = float(sum(gpu.memory_bytes for gpu in gpus))
         tags["gpu_errors"] = float(sum(count_errors(gpu.errors) for gpu in gpus))
     return {f"{RESOURCES}{role}_{name}": value for name, value in tags.items()}
+
+
+def count_errors_by_node(samples: Iterable[Sample]) -> Counter[tuple[str, str]]:
+    """Number of errors of the driver by node and code."""
+    counts = Counter[tuple[str, str]]()
+    for sample in samples:
+        for gpu in sample.gpus:
+            for code, count in gpu.errors.items():
+                counts[sample.node, code] += count
+    return counts
 
 
 def count_errors(errors: Mapping[str, int]) -> int:
