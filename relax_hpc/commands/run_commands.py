@@ -147,6 +147,47 @@ def _scale(arguments: dict[str, Any]) -> int:
     return scale.main(arguments["run"], group, replicas, options, arguments.get("parsable", False))
 
 
+def _join_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("engine", metavar="ENGINE_URL", help="Address of the SGLang server.")
+    parser.add_argument(
+        "--api", required=True, metavar="URL", help="Address of the service of the run."
+    )
+    parser.add_argument(
+        "--token-file",
+        required=True,
+        metavar="F",
+        help="File with a token of POST /members/tokens.",
+    )
+    parser.add_argument(
+        "--engine-key-file", metavar="F", help="File with the API key of the server, if it has one."
+    )
+    parser.add_argument(
+        "--staging",
+        metavar="DIR",
+        help="Folder for versions of the weights, which the server can read. Default: /dev/shm.",
+    )
+    parser.add_argument(
+        "--wait-s",
+        type=float,
+        metavar="S",
+        help="Seconds without an answer of the service after which the command ends with 75. "
+        "Default: 3600.",
+    )
+
+
+def _join(arguments: dict[str, Any]) -> int:
+    from relax_hpc.service.join import member
+
+    return member.main(
+        arguments["engine"],
+        arguments["api"],
+        arguments["token_file"],
+        arguments.get("engine_key_file", ""),
+        arguments.get("staging", "/dev/shm"),
+        arguments.get("wait_s", 3600.0),
+    )
+
+
 def _stop_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
     parser.add_argument(
@@ -381,6 +422,12 @@ RUN_COMMANDS = {
         "RUN [--group G] (--replicas N [--time T] [--time-min T] [--parsable] | --without K,...)",
         _scale_arguments,
         _scale,
+    ),
+    "join": Command(
+        "Let an SGLang server join a running run, from a node that shares no filesystem with it.",
+        "ENGINE_URL --api URL --token-file F [--engine-key-file F] [--staging DIR] [--wait-s S]",
+        _join_arguments,
+        _join,
     ),
     "stop": Command(
         "Stop a run cleanly: save a checkpoint, then end all of its jobs and processes.",

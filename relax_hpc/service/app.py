@@ -65,6 +65,7 @@ _STATUS = {
     "too_many_requests": 429,
     "internal": 500,
     "hub_away": 503,
+    "member_away": 503,
 }
 """HTTP status of each code of an error."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -158,15 +159,15 @@ class _Guard:
                 self._limits.refused[error.code] += 1
                 return error_response(error.code, str(error))
             self._limits.prove(request.protocol)
-        is_member = MEMBER in request
-        if not is_member and self._concurrent >= _MAX_CONCURRENT:
+        is_limited = MEMBER not in request and not _is_for_engine(request)
+        if is_limited and self._concurrent >= _MAX_CONCURRENT:
             text = f"{_MAX_CONCURRENT} requests are being answered; try again"
             return error_response("too_many_requests", text)
-        self._concurrent += not is_member
+        self._concurrent += is_limited
         try:
             return await self._answer(request, handler)
         finally:
-            self._concurrent -= not is_member
+            self._concurrent -= is_limited
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -212,6 +213,12 @@ class _Guard:
         digest = digest_token(bearer)
         tokens = self._live.wanted.tokens
         return next((t for t in tokens if hmac.compare_digest(t.digest, digest)), None)
+
+
+def _is_for_engine(request: web.Request) -> bool:
+    """Whether a request is one of the rollout process to the engine of a member. Its own settings
+    limit their number."""
+    return request.path.startswith("/members/") and "/engine/" in request.path
 
 
 def digest_token(token: bytes) -> str:

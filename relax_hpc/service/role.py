@@ -14,7 +14,7 @@ from relax_hpc.net.http_limits import HttpLimits
 from relax_hpc.net.rendezvous.network import LOOPBACK, own_address
 from relax_hpc.queue.process_context import Context
 from relax_hpc.roles.event_loop import run_until_stopped
-from relax_hpc.service import metrics_routes
+from relax_hpc.service import members_routes, metrics_routes
 from relax_hpc.service.address import ServiceAddress, make_token, publish_address, read_address
 from relax_hpc.service.app import Server, make_app
 from relax_hpc.service.live_run import LiveRun
@@ -57,7 +57,12 @@ def run(context: Context) -> None:
 
 def all_routes(live: LiveRun) -> list[web.AbstractRouteDef]:
     """Routes of all parts of the service."""
-    return [*page.routes(live), *metrics_routes.routes(live), *operations_routes(live)]
+    return [
+        *page.routes(live),
+        *metrics_routes.routes(live),
+        *operations_routes(live),
+        *members_routes.routes(live),
+    ]
 
 
 @contextlib.asynccontextmanager

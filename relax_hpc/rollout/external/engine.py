@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from relax_hpc.base.model_sizes import read_seconds
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.queue.storage.media import read_placeholders
@@ -30,8 +31,8 @@ from relax_hpc.rollout.engines.sglang.engine import (
     SAVED_INTERVAL_TOKENS,
     SIGN_OF_LIFE_TOKENS,
 )
-from relax_hpc.rollout.external import preflight
-from relax_hpc.rollout.external.preflight import JoinRefused, ModelFiles, RequiredFlags
+from relax_hpc.rollout.external import MEMBER_FETCH, MEMBER_FILES, preflight
+from relax_hpc.rollout.external.preflight import JoinRefused, RequiredFlags
 from relax_hpc.rollout.external.shared_versions import SharedVersions
 from relax_hpc.training.models.families import route_shape_of_model
 
@@ -56,12 +57,9 @@ class ExternalAddress:
     url: str
     key: str = ""
     """API key of the server; empty: it has none."""
-    member: str = ""
-    """Id of the member process next to the engine, which relays its requests; empty: there is
-    none."""
-    files: ModelFiles | None = None
-    """Files of the engine's model as the member process describes them; None: they are read
-    here."""
+    has_member: bool = False
+    """Whether a member process next to the engine relays its requests, see
+    `relax_hpc.service.join`."""
 
 
 class RemoteEngine:
@@ -156,8 +154,9 @@ class RemoteEngine:
                 "the run's prompts may have media, which only its own servers read",
             )
         expected = await asyncio.to_thread(preflight.describe_model, self._model_dir)
-        found = self._address.files
-        if found is None:
+        if self._address.has_member:
+            found = await self._client.ask(MEMBER_FILES, None, _FIRST_ANSWER_S)
+        else:
             try:
                 found = await asyncio.to_thread(preflight.describe_model, Path(model_path))
             except (OSError, ValueError) as error:
@@ -201,8 +200,12 @@ class RemoteEngine:
         self._is_updating = True
         self._given.add(version.encode())
         try:
-            if self._address.member or not is_local(self._address.url):
+            if self._address.has_member or not is_local(self._address.url):
                 directory = await self._shared.publish(directory, version)
+            if self._address.has_member:
+                # Before the update, during which responses pause.
+                limit_s = self._config.weights.read_timeout_s + 4 * read_seconds(directory)
+                await self._client.ask(MEMBER_FETCH, {"version": str(version)}, limit_s)
             await self._client.update_weights(directory, version)
             self._version, self.pause_s = version, self._client.pause_s
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from relax_hpc.base.terminal_text import log_entry
@@ -61,21 +62,19 @@ class ExternalMember:
     def __init__(
         self,
         rollout: Rollout,
-        address: ExternalAddress,
+        number: int,
+        find_address: Callable[[], ExternalAddress],
         shared: SharedVersions,
         report: ReportState,
     ) -> None:
-        self.rollout, self.address, self._shared = rollout, address, shared
-        self._report = report
+        """``number``: of the engine in its group. ``find_address``: its address now, read again for
+        each join."""
+        self.rollout, self.number, self._shared = rollout, number, shared
+        self._find_address, self._report = find_address, report
         self.leaving = asyncio.Event()
         """Event that is set when the engine takes no more work and is not retried."""
         self.replica: ExternalReplica | None = None
         """The present replica; None: the engine is lost, or has not joined yet."""
-
-    @property
-    def number(self) -> int:
-        """Number of the engine in its group."""
-        return self.address.number
 
     @property
     def started(self) -> bool:
@@ -94,9 +93,8 @@ class ExternalMember:
         finished."""
         backoff, failure = Backoff(), ("", "")
         while not self.leaving.is_set():
-            self.replica = ExternalReplica(
-                self.rollout, self.address, self._shared, self._report_phase
-            )
+            address = await asyncio.to_thread(self._find_address)
+            self.replica = ExternalReplica(self.rollout, address, self._shared, self._report_phase)
             await self.replica.serve()
             replica, self.replica = self.replica, None
             error = replica.loss

@@ -11,9 +11,11 @@ import contextlib
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from relax_hpc.base.errors import ConfigError, DeadlineError, RelaxError
+from relax_hpc.base.errors import DeadlineError, RelaxError
 from relax_hpc.base.foreign_files import read_regular
+from relax_hpc.base.rundir import read_map
 from relax_hpc.base.terminal_text import log_entry
 from relax_hpc.queue.client.operations import WantedState
 from relax_hpc.queue.operations import ExternalEngine
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
 _WATCH_S = 30.0
 """Seconds for a change of the wanted engines. After that the request is sent again."""
 _MAX_KEY_BYTES = 4096
+_SERVICE_FILE = Path("service", "api.json")
+"""File in the run directory with the address and the token of the run's service."""
+_NO_SERVICE = "http://127.0.0.1:9"
+"""Address at which no server answers, while the service has not published its own. The join is
+tried again."""
+RELAY_PATH = "/members/{member}/engine"
+"""Path at the service below which requests go to the engine of a member."""
 
 
 class ExternalMembership:
@@ -72,22 +81,38 @@ class ExternalMembership:
 
     def _join(self, engine: ExternalEngine) -> None:
         print(f"external engine {engine.name} joins: {engine.url or engine.member}", flush=True)
-        try:
-            address = self._address(engine)
-        except (ConfigError, OSError) as error:
-            print(log_entry(f"external engine {engine.name}: {error}"), flush=True)
-            self.report(engine.number, LEFT, reason="bad_request", detail=str(error))
-            return
-        member = ExternalMember(self._rollout, address, self._shared, self.report)
+        member = ExternalMember(
+            self._rollout,
+            engine.number,
+            lambda: self._find_address(engine),
+            self._shared,
+            self.report,
+        )
         self._pool.add(engine.number, member)
 
-    def _address(self, engine: ExternalEngine) -> ExternalAddress:
-        settings = self._rollout.config.rollout.external
-        key = ""
-        if settings.key_file:
-            data = read_regular(Path(settings.key_file), _MAX_KEY_BYTES)
-            key = data.decode(errors="replace").strip()
-        return ExternalAddress(number=engine.number, url=engine.url, key=key)
+    def _find_address(self, engine: ExternalEngine) -> ExternalAddress:
+        """Present address of an engine. The service of the run may have moved to another port."""
+        if not engine.member:
+            return ExternalAddress(number=engine.number, url=engine.url, key=self._read_key())
+        service = read_map(self._rollout.context.run.root / _SERVICE_FILE, url=str, token=str)
+        path = RELAY_PATH.format(member=quote(engine.member, safe=""))
+        return ExternalAddress(
+            number=engine.number,
+            url=f"{service.get('url', _NO_SERVICE)}{path}",
+            key=service.get("token", ""),
+            has_member=True,
+        )
+
+    def _read_key(self) -> str:
+        """API key of servers that join by URL; empty: they have none, or it cannot be read."""
+        path = self._rollout.config.rollout.external.key_file
+        if not path:
+            return ""
+        try:
+            return read_regular(Path(path), _MAX_KEY_BYTES).decode(errors="replace").strip()
+        except OSError as error:
+            print(log_entry(f"rollout.external.key_file: {error}"), flush=True)
+            return ""
 
     def report(
         self,

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -79,8 +80,14 @@ class SglangClient:
         # moment would be lost. limit=0: the role limits the requests in flight. trust_env: the key
         # must not be sent to a proxy.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        address = urlsplit(url)
+        self._prefix = address.path.rstrip("/")
+        """Beginning of all paths of the server; empty: it is alone at its address."""
         self._session = aiohttp.ClientSession(
-            url, headers=headers, connector=connector, trust_env=False
+            f"{address.scheme}://{address.netloc}",
+            headers=headers,
+            connector=connector,
+            trust_env=False,
         )
         self._settings, self._version = settings, version
         self._partial, self._routes = partial, routes
@@ -204,14 +211,16 @@ class SglangClient:
 
     async def model_info(self, timeout_s: float) -> dict[str, Any]:
         """The server's description of its model. It is answered without a request to the model."""
-        return await self._description("/model_info", timeout_s)
+        return await self.ask("/model_info", None, timeout_s)
 
     async def server_info(self, timeout_s: float) -> dict[str, Any]:
         """The resolved arguments of the server."""
-        return await self._description("/server_info", timeout_s)
+        return await self.ask("/server_info", None, timeout_s)
 
-    async def _description(self, path: str, timeout_s: float) -> dict[str, Any]:
-        answer = await self._call(path, None, timeout_s)
+    async def ask(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        """The JSON object that answers a POST of ``body``, or a GET if it is None. EngineFault:
+        there is none."""
+        answer = await self._call(path, body, timeout_s)
         if not isinstance(answer, dict):
             raise EngineFault("http_error", f"{path}: the answer is no JSON object")
         return answer
@@ -396,10 +405,10 @@ class SglangClient:
         body of the block."""
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        key = {} if path == _HEALTH else self._key
+        key = {} if path == _HEALTH and not self._prefix else self._key
         try:
             async with self._session.request(
-                method, path, data=data, timeout=timeout, headers=key
+                method, self._prefix + path, data=data, timeout=timeout, headers=key
             ) as reply:
                 if reply.status != 200:
                     content = await reply.read()
