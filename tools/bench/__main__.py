@@ -23,6 +23,7 @@ DOCS = FOLDER.parent / "docs"
 NEEDS_OPTIONS = {
     "before_after": "CHECKOUT",
     "convergence": "--keep DIR",
+    "long_run": "CONFIG --keep DIR",
     "plain_loop": "--run_dir RUN",
 }
 """Options that a benchmark cannot run without."""
