@@ -14,10 +14,12 @@ from relax_hpc.queue.inspect.journal_copy import MALFORMED, DifferentJournalErro
 from relax_hpc.queue.inspect.journal_summary import JournalSummary, read_summary, write_summary
 from relax_hpc.queue.plan import Plan
 
+_STEP_SHARE = 0.01
+
 
 def summarise_journal(run: RunDir, step_bytes: int) -> bool:
     """Write a new summary of the journal of ``run`` if it has ``step_bytes`` more bytes than the
-    last one. Whether one was written.
+    last one, of a long journal 1 % more. Whether one was written.
 
     JournalError: the journal is damaged. OSError: the summary cannot be written.
     """
@@ -25,7 +27,8 @@ def summarise_journal(run: RunDir, step_bytes: int) -> bool:
     summary = read_summary(run, plan)
     size = sum(path.stat().st_size for path in run.journal.glob("*.journal"))
     covered = sum(length for length, _ in summary.prefix.files.values()) if summary else 0
-    if size - covered < step_bytes:
+    # A summary contains the history of all prompt groups, so that of a long run costs more.
+    if size - covered < max(step_bytes, round(_STEP_SHARE * size)):
         return False
     try:
         extended = _extend(run, plan, summary)
