@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,7 +18,7 @@ import pytest
 BENCH = Path(__file__).parents[2] / "tools" / "bench"
 
 
-def load(name: str) -> ModuleType:
+def load(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
