@@ -60,9 +60,13 @@ class LengthCounts:
     def from_metrics(cls, kind: str, rows: Iterable[Mapping[str, float]]) -> LengthCounts:
         """The counts of all ``rows`` of metrics together."""
         prefix, totals = f"{LENGTHS}{kind}_", defaultdict[str, float](float)
+        rows = list(rows)
+        # A long run has millions of values, and few tags.
+        tags = [tag for tag in set().union(*rows) if tag.startswith(prefix)]
         for row in rows:
-            for tag, value in row.items():
-                if tag.startswith(prefix) and math.isfinite(value):
+            for tag in tags:
+                value = row.get(tag, math.nan)
+                if math.isfinite(value):
                     totals[tag.removeprefix(prefix)] += value
         bins = sorted(int(name) for name in totals if name.isdigit())
         counts = {bound: totals[str(bound)] for bound in bins}

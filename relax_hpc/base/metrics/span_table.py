@@ -260,17 +260,22 @@ def _present_labels(
     without a pause for longest.
     """
     count = len(edge_labels)
-    index = np.arange(count)
     best = np.full(count, np.iinfo(np.int64).max)
     winner = np.full(count, -1)
     for number, label in enumerate(labels):
-        is_own = edge_labels == number
-        if not is_own.any():
+        own_edges = np.flatnonzero(edge_labels == number)
+        running = np.cumsum(np.where(is_begin[own_edges], 1, -1))
+        # It runs from an edge that ends a pause to the edge that begins the next one.
+        firsts = np.flatnonzero(is_begin[own_edges] & (running == 1))
+        starts, ends = own_edges[firsts], own_edges[running == 0]
+        if not len(starts):
             continue
-        running = np.cumsum(np.where(is_own, np.where(is_begin, 1, -1), 0))
-        began = np.where(is_own & is_begin & (running == 1), index, -1)
-        key = rank_of(label) * count + np.maximum.accumulate(began)
-        is_better = (running > 0) & (key < best)
-        best[is_better] = key[is_better]
-        winner[is_better] = number
+        lengths = ends - starts
+        offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        covered = np.repeat(starts, lengths) + offsets
+        key = rank_of(label) * count + np.repeat(starts, lengths)
+        is_better = key < best[covered]
+        covered = covered[is_better]
+        best[covered] = key[is_better]
+        winner[covered] = number
     return winner

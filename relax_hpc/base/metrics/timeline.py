@@ -86,9 +86,18 @@ class WorkerTimeline:
         """Seconds of its life in [start, end], without ``holes``, by label. Each second counts
         once."""
         intervals = uncovered_intervals((max(start, self.began), min(end, self.ended)), holes)
-        return sum_by_label(
-            seconds_by_label(*self._stretches, (low, high)) for low, high in intervals
-        )
+        return sum_by_label(map(self._seconds_of, intervals))
+
+    def _seconds_of(self, interval: Interval) -> dict[Label, float]:
+        """Seconds of a part of its life by label. A report asks for its whole life several
+        times."""
+        if interval not in self._known_seconds:
+            self._known_seconds[interval] = seconds_by_label(*self._stretches, interval)
+        return self._known_seconds[interval]
+
+    @cached_property
+    def _known_seconds(self) -> dict[Interval, dict[Label, float]]:
+        return {}
 
     def useful_interval(self) -> Interval | None:
         """Begin of its first span of useful work, and end of its last one. None: there is none."""
