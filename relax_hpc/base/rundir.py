@@ -306,6 +306,11 @@ class RunDir:
         """Progress in metrics.jsonl of the tracker ``name``."""
         return self.root / "trackers" / f"{name.replace(':', '.')}.json"
 
+    @property
+    def notifications(self) -> Path:
+        """Events for people, such as a full disk, and which of them the site's command has got."""
+        return self.root / "notifications.jsonl"
+
     def tracker_follower(self, name: str) -> Path:
         """Process of `relax-hpc track` for the tracker ``name``, and its failures."""
         return self.tracker_state(name).with_suffix(".follower.json")

@@ -33,6 +33,7 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.elastic import make_reconciler
 from relax_hpc.cluster.slurm.allocation import Allocation, node_name
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
+from relax_hpc.cluster.slurm.end_mail import EndMail
 from relax_hpc.cluster.slurm.expedited_requeue import allow_requeue, forbid_requeue
 from relax_hpc.cluster.slurm.job_endings import stop_if_user_cancelled
 from relax_hpc.cluster.slurm.jobs import GroupJob, HetJob
@@ -47,7 +48,7 @@ from relax_hpc.cluster.supervise.processes import LocalLauncher
 from relax_hpc.cluster.supervise.requests import read_stop_request, request_stop
 from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.commands.local import prepare
-from relax_hpc.commands.on_end import FAILED, report_end
+from relax_hpc.commands.on_end import FAILED, read_end, report_end
 from relax_hpc.commands.run_setup import prepare_run_dir
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.net.rendezvous.network import peer_user
@@ -141,6 +142,7 @@ class Head:
         if former and stop_if_user_cancelled(self.run, self.slurm, former):
             print(f"head: job {former} was cancelled, so the run stops", flush=True)
             self._report_end()
+            self._announce_end(ledger, job.attempt, read_end(self.run))
             job.end(EXIT_DONE)
             return EXIT_DONE
         may_lead = self.group != HUB or claim_hub(ledger, self.allocation.job, job.attempt)
@@ -160,12 +162,19 @@ class Head:
         write_outcome(self.run, self.name, self.allocation.name, code)
         lease.release()
         self._report_end(failure)
+        self._announce_end(ledger, job.attempt, read_end(self.run) or failure)
         job.end(code)
         return code
 
     def _report_end(self, failure: tuple[str, str] | None = None) -> None:
         if HUB in self.names:
             report_end(self.run, self.config, failure)
+
+    def _announce_end(self, ledger: Ledger, attempt: int, end: tuple[str, str] | None) -> None:
+        """Let Slurm's mail about this job say what has happened to the run."""
+        if HUB in self.names:
+            mail = EndMail(self.config, self.slurm, self.allocation.job)
+            mail.announce(end, ledger.successors(attempt))
 
     def run_has_ended(self) -> bool:
         """Whether the run is finished, or a stop was requested."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.events.watch import report_run_end
 from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.config import Config
 
@@ -19,14 +20,18 @@ INTERRUPTED = ("stopped", "interrupted by a signal")
 
 
 def report_end(run: RunDir, config: Config, otherwise: tuple[str, str] | None = None) -> None:
-    """Run `site.on_end` if the run has ended for good. The supervisor of the hub calls this.
+    """Run `site.on_event` and `site.on_end` if the run has ended for good. The supervisor of the
+    hub calls this.
 
     The last arguments of the command are the state (finished, stopped, failed), the run directory
     and the reason. A command that fails or takes too long has no effect. ``otherwise``: state and
     reason if the run directory has none; None: another job continues the run.
     """
-    end = _read_end(run) or otherwise
-    if not config.site.on_end or end is None:
+    end = read_end(run) or otherwise
+    if end is None:
+        return
+    report_run_end(run, config, *end, say=lambda text: print(text, file=sys.stderr, flush=True))
+    if not config.site.on_end:
         return
     command = [*config.site.on_end, end[0], str(run.root), end[1]]
     try:
@@ -59,7 +64,7 @@ def _describe(error: Exception) -> str:
     return str(error)
 
 
-def _read_end(run: RunDir) -> tuple[str, str] | None:
+def read_end(run: RunDir) -> tuple[str, str] | None:
     """State and reason from the run directory."""
     if run.finished.exists():
         return "finished", "all steps are trained"

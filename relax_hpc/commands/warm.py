@@ -56,6 +56,7 @@ def short_run(config: Config) -> Config:
     short.checkpoint.every_s = 0.0
     short.metrics.trackers = []
     short.site.on_end = []
+    short.site.on_event = []
     return short
 
 

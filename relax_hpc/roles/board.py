@@ -43,7 +43,7 @@ _SUMMED = (
 """Prefixes of tags whose values are summed."""
 _MAX_TEXTS = 4
 """Maximum number of texts of a step in TensorBoard."""
-_NOT_LEARNING = ("name", "run_dir", "groups", "site", "slurm")
+_NOT_LEARNING = ("name", "run_dir", "groups", "site", "slurm", "events")
 """Sections of a configuration that do not affect learning."""
 _COMPARED = (
     *("algorithm.name", "actor.optimizer.lr", "prompts_per_step", "samples_per_prompt"),

@@ -10,12 +10,15 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
 
 from relax_hpc import __version__
 from relax_hpc.base.versions import Version
+from relax_hpc.cluster.events.conditions import EVENTS
+from relax_hpc.cluster.events.log import active_events
 from relax_hpc.cluster.supervise.unsaved_work import find_unsaved_work
 from relax_hpc.config.groups import base_name
 from relax_hpc.config.schema import Config
@@ -26,52 +29,64 @@ from relax_hpc.service.documentation import documented
 from relax_hpc.service.live_run import LiveRun
 from relax_hpc.service.open_metrics import CONTENT_TYPE, Exposition, add_tags, describe_tag
 
-_TRACKERS_S = 10.0
-"""Seconds between two reads of the states of trackers."""
+_FILES_S = 10.0
+"""Seconds between two reads of the states of trackers and of the log of events."""
+
+NO_EVENTS: Mapping[str, int] = MappingProxyType({})
 
 
 def routes(live: LiveRun) -> list[web.AbstractRouteDef]:
     """The route of the metrics."""
-    trackers = _TrackerStates(live)
+    files = _FileStates(live)
     # The first call compiles patterns, which no scrape should wait for.
     describe_tag("reward/mean")
 
     @documented(answers={200: "application/openmetrics-text"})
     async def metrics(request: web.Request) -> web.Response:
         """Newest metrics of the run in the format OpenMetrics."""
-        trackers.refresh()
-        body = expose(live, trackers.states).encode()
+        files.refresh()
+        body = expose(live, files.trackers, files.events).encode()
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     return [web.get("/metrics", metrics)]
 
 
-class _TrackerStates:
-    """States of trackers, read in a thread from time to time."""
+class _FileStates:
+    """States of trackers and events, read from files in a thread from time to time."""
 
     def __init__(self, live: LiveRun) -> None:
         self._live = live
         self._read_at = float("-inf")
         self._reading: asyncio.Task[None] | None = None
-        self.states: list[tuple[str, TrackerFollower, int]] = []
+        self.trackers: list[tuple[str, TrackerFollower, int]] = []
+        self.events: Counter[str] = Counter()
+        """Number of active events by name."""
 
     def refresh(self) -> None:
         """Begin to read them, if they are old and no read is in progress."""
         if self._reading and not self._reading.done():
             return
-        if time.monotonic() - self._read_at > _TRACKERS_S:
+        if time.monotonic() - self._read_at > _FILES_S:
             self._read_at = time.monotonic()
             self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
+        run = self._live.run
         try:
-            self.states = await asyncio.to_thread(lambda: list(follower_states(self._live.run)))
+            self.trackers = await asyncio.to_thread(lambda: list(follower_states(run)))
+            active = await asyncio.to_thread(active_events, run)
         except OSError as error:
             self._live.counts[f"update_{type(error).__name__}"] += 1
+            return
+        self.events = Counter(event for event, _ in active)
 
 
-def expose(live: LiveRun, trackers: Iterable[tuple[str, TrackerFollower, int]] = ()) -> str:
-    """All metrics of a run, as OpenMetrics."""
+def expose(
+    live: LiveRun,
+    trackers: Iterable[tuple[str, TrackerFollower, int]] = (),
+    events: Mapping[str, int] = NO_EVENTS,
+) -> str:
+    """All metrics of a run, as OpenMetrics. ``events``: number of active events by name."""
     exposition = Exposition()
     _add_run(exposition, live)
     if live.status is not None:
@@ -87,6 +102,9 @@ def expose(live: LiveRun, trackers: Iterable[tuple[str, TrackerFollower, int]] =
         )
         text = "bytes of metrics.jsonl that a tracker has not logged"
         exposition.add("relax_tracker_missing_bytes", missing, text, {"tracker": name})
+    for event in EVENTS:
+        text = "events that were reported to people and are not resolved"
+        exposition.add("relax_events_active", events.get(event, 0), text, {"event": event})
     text = "series that were left out of this answer, because their name has too many"
     exposition.add("relax_exposition_left_out", exposition.left_out, text)
     return exposition.text()

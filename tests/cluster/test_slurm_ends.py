@@ -14,6 +14,7 @@ import pytest
 
 from relax_hpc.base.errors import EXIT_NO_PROGRESS
 from relax_hpc.cluster.sandbox import Sandbox
+from relax_hpc.cluster.sandbox.config_files import MAILS
 from relax_hpc.cluster.supervise.requests import read_stop_request
 from tests.cluster.slurm_runs import START_S, TWO_GROUPS, submitted
 from tests.helpers.run_helpers import ALL, merged
@@ -30,7 +31,11 @@ HELD = {"resources": {"nodes": 1, "options": {"hold": ""}}}
 
 @pytest.mark.parametrize("layout", ["het", "jobs"] if ALL else ["het"])
 def test_a_crash_loop_ends_the_run(layout: str, sandbox: Sandbox, tmp_path: Path) -> None:
-    crashes = {"groups": {"rollout": crashing(tmp_path, nodes=2)}, "liveness": {"max_restarts": 2}}
+    crashes = {
+        "groups": {"rollout": crashing(tmp_path, nodes=2)},
+        "liveness": {"max_restarts": 2},
+        "site": {"options": {"mail-type": "END,FAIL"}},
+    }
     with submitted(sandbox, tmp_path, layout, merged(TWO_GROUPS, crashes)) as live:
         asked = live.wait_until(lambda: read_stop_request(live.run), "it gives up", START_S)
         assert asked["code"] == EXIT_NO_PROGRESS and "max_restarts" in asked["reason"]
@@ -39,6 +44,10 @@ def test_a_crash_loop_ends_the_run(layout: str, sandbox: Sandbox, tmp_path: Path
         assert (live.incarnations("rollout"), live.incarnations("actor")) == (3, 1)
         ended = sandbox.client("scontrol", "show", "job", live.jobs[0])
         assert f"ExitCode={EXIT_NO_PROGRESS}:0" in ended
+        # Slurm's mail says once what has happened: its subject has the name of the job.
+        mails = (sandbox.folder / MAILS).read_text().splitlines()
+        (mail,) = [subject for subject in mails if any(job in subject for job in live.jobs)]
+        assert ":failed:_rollout:_ended_3_times" in mail and "ExitCode 93" in mail
 
 
 def test_a_crash_loop_ends_what_is_queued_too(sandbox: Sandbox, tmp_path: Path) -> None:

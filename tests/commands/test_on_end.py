@@ -114,7 +114,9 @@ def test_a_run_whose_job_was_cancelled_is_reported_by_the_successor(
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(head, "stop_if_user_cancelled", heed)
-    monkeypatch.setattr(head, "GroupJob", lambda *_: SimpleNamespace(end=lambda code: None))
+    monkeypatch.setattr(
+        head, "GroupJob", lambda *_: SimpleNamespace(attempt=1, end=lambda code: None)
+    )
     config.layout = "jobs"
     lease: Any = SimpleNamespace()
     assert Head(run, config, "hub").lead(lease) == 0

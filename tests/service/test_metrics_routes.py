@@ -100,7 +100,7 @@ def run_with_engines(engines: int) -> Any:
 
 def test_every_value_is_a_sample_that_the_parser_of_prometheus_accepts() -> None:
     follower = TrackerFollower(owner="x", host="n", pid=1, beat_at=0.0, failures=4)
-    text = expose(run_with_engines(3), [("wandb", follower, 77)])
+    text = expose(run_with_engines(3), [("wandb", follower, 77)], {"disk": 2})
     samples = parse(text)
     assert text.endswith("# EOF\n") and "relax_fake" not in samples
     assert samples["relax_hub_up"] == {(): 0.0} and samples["relax_hub_silent_seconds"] == {
@@ -121,6 +121,8 @@ def test_every_value_is_a_sample_that_the_parser_of_prometheus_accepts() -> None
         (("peer", "actor_fwd"), ("role", "actor_fwd")): 0.5
     }
     assert math.isnan(samples[OTHER][("tag", "mine/score"),])
+    assert samples["relax_events_active"][("event", "disk"),] == 2
+    assert samples["relax_events_active"][("event", "waiting"),] == 0
     state = {labels[0][1] + labels[2][1]: v for labels, v in samples["relax_engine_state"].items()}
     assert state["1000lost"] == 1 and state["1000active"] == 0
 

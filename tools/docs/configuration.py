@@ -26,8 +26,8 @@ PAGES = {
     ),
     "storage": ("Queue, weights and checkpoints", ("queue", "weights", "checkpoint")),
     "observation": (
-        "Evaluation, samples, metrics, profiles and liveness",
-        ("eval", "samples", "metrics", "profile", "liveness"),
+        "Evaluation, samples, metrics, events, profiles and liveness",
+        ("eval", "samples", "metrics", "events", "profile", "liveness"),
     ),
     "service": ("The HTTP service", ("service",)),
     "cluster": ("Slurm, sites and groups", ("slurm", "site", "groups")),

@@ -18,6 +18,9 @@ from relax_hpc.cluster.sandbox.options import Options
 FOLDERS = ("etc", "run", "log", "state", "spool", "dev", "tmp")
 VERSION_FILE = "slurm-version"
 """File in the folder of a sandbox with the version of Slurm that wrote its state."""
+MAILS = "log/mails.txt"
+"""File in the folder of a sandbox with the subject of each mail that Slurm would send."""
+_MAIL_PROGRAM = "etc/mail.sh"
 _LIBMPI = ("lib/*-linux-gnu/libmpi.so.40", "lib64/openmpi/lib/libmpi.so.40", "lib64/libmpi.so.40")
 
 
@@ -39,11 +42,22 @@ def write(folder: Path, options: Options) -> None:
         _link_null(folder / f"dev/gpu{number}")
     (folder / "etc/slurm.conf").write_text(slurm_conf(folder, options), encoding="utf-8")
     (folder / "etc/gres.conf").write_text(_gres_conf(folder, options), encoding="utf-8")
+    _write_mail_program(folder)
     slurm = SlurmInstallation(options.slurm)
     (folder / "etc/cgroup.conf").write_text(slurm.cgroup_conf(), encoding="utf-8")
     (folder / VERSION_FILE).write_text(f"{slurm.version()}\n", encoding="utf-8")
     variables = f"export SLURM_CONF={folder}/etc/slurm.conf\n{slurm.exports()}"
     (folder / "env.sh").write_text(variables, encoding="utf-8")
+
+
+def _write_mail_program(folder: Path) -> None:
+    """Write the program that slurmctld calls as `PROGRAM -s SUBJECT USER` for each mail."""
+    program = folder / _MAIL_PROGRAM
+    script = f"""#!/bin/sh
+printf '%s\\n' "$2" >> "{folder}/{MAILS}"
+"""
+    program.write_text(script, encoding="utf-8")
+    program.chmod(0o700)
 
 
 def _write_key(path: Path) -> None:
@@ -115,7 +129,7 @@ def _lines(folder: Path, options: Options) -> list[str]:
         f"SlurmdLogFile={folder}/log/slurmd-%n.log",
         "SlurmctldDebug=verbose",
         "SlurmdDebug=verbose",
-        "MailProg=/bin/true",
+        f"MailProg={folder}/{_MAIL_PROGRAM}",
         # The sandbox does not use cgroups, so that it needs no root.
         "ProctrackType=proctrack/linuxproc",
         f"TaskPlugin=task/{'affinity' if options.bind else 'none'}",

@@ -199,6 +199,10 @@ class Slurm:
         """Set the events of which ``job`` sends mail (`END,FAIL`, `NONE`)."""
         self._run(["scontrol", "update", f"jobid={job}", f"mailtype={types}"])
 
+    def set_name(self, job: str, name: str) -> None:
+        """Change the name of a job that has not ended."""
+        self._run(["scontrol", "update", f"jobid={job}", f"jobname={name}"])
+
     def hold(self, job: str) -> None:
         """Keep a pending job from starting."""
         self._run(["scontrol", "hold", job])

@@ -34,6 +34,8 @@ class DiskWatch:
         """``limit_s``: a run that waits longer is ended. ``sure_s``: a wait is over if no member
         has reported it for so many seconds. A new hub must first hear from all members."""
         self.run, self.limit_s, self.say, self.sure_s = run, limit_s, say, sure_s
+        self.waits: Collection[Mapping[str, Any]] = ()
+        """Writes that wait for a disk, by the newest report."""
         self._reported: set[tuple[Path, int]] = set()
         """Folders and error numbers that were reported to the user."""
         self._since: float | None = None
@@ -61,6 +63,7 @@ class DiskWatch:
             self._blocked_folders |= {
                 Path(wait["path"]).parent for wait in waits if not wait["loose"]
             }
+        self.waits = list(waits)
         for wait in waits:
             self._report_once(wait)
         self._withdraw_loose({Path(wait["path"]).parent for wait in waits if wait["loose"]})

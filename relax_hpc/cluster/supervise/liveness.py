@@ -57,6 +57,8 @@ class Liveness:
         """Time of the newest answer, monotonic seconds."""
         self.beats: dict[str, dict[str, Any]] = {}
         """Heartbeats of the newest answer."""
+        self.readers: Mapping[str, str] = {}
+        """Version of each engine and other reader of weights, by the newest answer."""
         self.silent_since: float | None = None
         """Time of the first request that the hub did not answer, monotonic seconds; None while it
         answers."""
@@ -96,7 +98,7 @@ class Liveness:
             return self._judge_hub(groups, now) if isinstance(error, DeadlineError) else []
         status = answer.result()
         self.progress = (status.trained_steps, status.accepted, len(status.checkpoints))
-        self.awaited_groups = status.lacking
+        self.awaited_groups, self.readers = status.lacking, status.readers
         self.disk, self.answered_at, self.beats = status.disk, now, status.beats
         self.activities = {
             beat["group"]: beat["doing"] for beat in status.beats.values() if beat.get("doing")

@@ -19,6 +19,7 @@ from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.errors import EXIT_RETRY, FencedError, RelaxError
 from relax_hpc.base.model_sizes import read_seconds
 from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.events.watch import EventWatch
 from relax_hpc.cluster.supervise import requests
 from relax_hpc.cluster.supervise.console import Terminal
 from relax_hpc.cluster.supervise.disk_watch import DiskWatch
@@ -123,6 +124,8 @@ class Supervisor:
         self.incarnation = claim(run, name, former)
         self.client: QueueClient | None = None
         self.liveness: Liveness | None = None
+        self.events: EventWatch | None = None
+        """Watch that reports events to people, if this supervisor has the hub."""
         self.disk = DiskWatch(
             run, longest_wait_s(config), terminal.say, _REPORT_BEATS * config.liveness.beat_s
         )
@@ -147,6 +150,8 @@ class Supervisor:
         self.starts.ahead.drop(*self.starts.ahead.waiting)
         if self.companion:
             self.companion.request_end()
+        if self.events:
+            self.events.close(with_command=not self.fenced)
         if self.client:
             self.client.close()
         if self.companion:
@@ -188,6 +193,8 @@ class Supervisor:
         )
         if self.companion:
             self.companion.start()
+        if "hub" in self.table.names:
+            self.events = EventWatch(self.run, self.config, self.terminal.say)
         for name in self.table.names:
             self.check_fenced()
             self.before_wait()
@@ -245,6 +252,8 @@ class Supervisor:
             self.terminal.show_unsaved(
                 find_unsaved_work(self.config, liveness.beats, liveness.progress[0])
             )
+        if self.events and self.client:
+            self.events.update(liveness, self.client, self.disk.waits)
         self.retry_groups()
         self.before_wait()
         self.starts.ahead.update(self.table.supervised, liveness.beats, self.table.done)

@@ -186,6 +186,12 @@ class SiteConfig:
     """Command that runs on the node of the hub when the run has ended and is not continued, such as
     `[/site/notify, me@there]`. It gets three more arguments: finished, stopped or failed; the run
     directory; and the reason. It may take 30 s."""
+    on_event: list[str] = field(default_factory=list)
+    """Command that receives events of a run while it works, such as `[/site/page-me, --urgent]`: a
+    group that others wait for, work that is not saved, no progress, a loss that is not finite,
+    falling goodput, a full disk, a lost engine, the end of the run. It runs on the node of the hub,
+    once for each event and once when the event is resolved, without a shell, and reads the event
+    from standard input as one JSON document. `events` has the bounds."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of every process, such as NCCL_IB_HCA or UCX_NET_DEVICES."""
     python: str = ""

@@ -15,6 +15,7 @@ from relax_hpc.config.schema.policy import DataConfig, ModelConfig, WarmStartCon
 from relax_hpc.config.schema.running import (
     CheckpointConfig,
     EvalConfig,
+    EventsConfig,
     LivenessConfig,
     MetricsConfig,
     ProfileConfig,
@@ -104,6 +105,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)

@@ -229,6 +229,35 @@ class ProfileConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class EventsConfig:
+    """Bounds of the events that `site.on_event` receives. RUN/notifications.jsonl has them too."""
+
+    hold_s: float = bounded(30.0, 0.0)
+    """Seconds for which a condition must be true before its event is reported. Losses that are not
+    finite, and the end of the run, are reported immediately."""
+    clear_s: float = bounded(120.0, 0.0)
+    """Seconds for which the condition of a reported event must be false before it is reported as
+    resolved."""
+    waiting_s: float = bounded(600.0, 1.0)
+    """Seconds for which other groups wait for a group, or the hub does not answer, before event
+    `waiting`."""
+    unsaved_s: float = bounded(1800.0, 1.0)
+    """Seconds of work that no checkpoint has, because checkpoints fail, before event
+    `unsaved_work`."""
+    no_progress_s: float = bounded(0.0, 0.0)
+    """Seconds without a trained step, waits excluded, before event `no_progress`. With 0 it is ten
+    times the median of the last steps, at least 600 s, and before the first steps
+    `liveness.hang_s`."""
+    goodput_share: float = bounded(0.5, 0.0, 1.0)
+    """Share of the usual trained tokens per second, over the last 5 steps, below which event
+    `falling_goodput` is reported. It is resolved at 0.2 above the share. The usual value is the
+    median of the last 200 steps. With 0 it is never reported."""
+    command_s: float = bounded(30.0, 0.1)
+    """Seconds for one call of `site.on_event`. A command that takes longer is killed. Each event is
+    tried three times."""
+
+
+@dataclass(kw_only=True, slots=True)
 class LivenessConfig:
     """Timeouts and restarts."""
 
