@@ -84,6 +84,8 @@ def full_status(**fields: Any) -> dict[str, Any]:
         "noted": {"engine_fault/rollout": 2},
         "weights": {"newest": "i000001-v000088", "lag": 1},
         "without": {},
+        "events": [["waiting", "actor"], ["no_progress", ""]],
+        "trackers": [],
         "depth": {"generating": 0, "ready": 3},
         "oldest_s": {"generating": 0.0, "ready": 12.0},
         "waiting": ["rollout-0: admit: rollout.groups_per_request"] * 4,

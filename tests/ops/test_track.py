@@ -18,6 +18,8 @@ from relax_hpc.base.metrics.writer import MetricsWriter
 from relax_hpc.base.rundir import RunDir, write_json
 from relax_hpc.config import dump, load
 from relax_hpc.ops import track
+from relax_hpc.ops.observe.status import status
+from relax_hpc.ops.observe.status_view import details
 from tests.ops.track_services import CALLS
 
 STEPS, BACK_TO = 6, 3
@@ -100,6 +102,10 @@ def test_a_service_without_network_is_named_counted_and_fed_later(
     assert "bytes of metrics are not logged" in shown
     ((_, follower, missing),) = track.follower_states(run)
     assert (follower.failures, missing) == (3, track.complete_bytes(run.metrics))
+    assert [line for line in details(status(run, 0.1)) if line.startswith("tracker")] == [
+        f"tracker {name.replace(':', '.')}: {missing} bytes of metrics.jsonl behind, relax-hpc track "
+        "does not run, 3 failures, the last: ConnectionError: the service does not answer"
+    ]
     (run.root / "network").touch()
     assert track.main(str(run.root), name, once=True) == EXIT_DONE
     ((_, follower, missing),) = track.follower_states(run)

@@ -16,6 +16,7 @@ from relax_hpc.base.metrics.read import is_step, read_metrics
 from relax_hpc.base.metrics.shares import shares_of_time
 from relax_hpc.base.rundir import RunDir, read_map
 from relax_hpc.base.versions import Version
+from relax_hpc.cluster.events.log import active_events
 from relax_hpc.cluster.slurm.commands import Slurm, SlurmError, SlurmJob
 from relax_hpc.cluster.slurm.job_lookup import known_jobs
 from relax_hpc.cluster.slurm.node_probe import excluded_nodes
@@ -31,6 +32,7 @@ from relax_hpc.net.rendezvous.life_signs import read_activity
 from relax_hpc.net.rendezvous.roster import latest_card
 from relax_hpc.ops.observe.run_state import decide_state, exit_code, is_disk_full, read_signs
 from relax_hpc.ops.observe.status_groups import all_names, group_status
+from relax_hpc.ops.track import follower_states, is_fresh
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.records import OBSERVER_INCARNATION
 
@@ -90,6 +92,8 @@ def status(
     result["unsaved"] = find_unsaved_work(config, hub.get("beats", {}), result["trained_steps"])
     result["without"] = _removed_engines(run, config, result["weights"])
     result["waits"] = find_waits(config, hub.get("lacking", {}), groups)
+    result["events"] = [] if finished else [list(key) for key in active_events(run)]
+    result["trackers"] = _trackers(run)
     signs = read_signs(run, config, jobs.values() if squeue_answers else None, result["hub"])
     state = decide_state(signs)
     return result | {"state": state, "exit_code": exit_code(state, stop)}
@@ -166,6 +170,20 @@ def failures_of(run: RunDir) -> list[dict[str, str]]:
     """The first failure of each kind in a run, see `FirstFailure`, each with its `headline`."""
     return [
         {**asdict(failure), "headline": failure.headline} for failure in read_failures(run.root)
+    ]
+
+
+def _trackers(run: RunDir) -> list[dict[str, Any]]:
+    """State of each tracker that `relax-hpc track` feeds or has fed."""
+    return [
+        {
+            "name": name,
+            "works": is_fresh(follower),
+            "failures": follower.failures,
+            "last_failure": follower.last_failure,
+            "missing_bytes": missing,
+        }
+        for name, follower, missing in follower_states(run)
     ]
 
 

@@ -115,10 +115,24 @@ def details(run_status: dict[str, Any]) -> Iterator[str]:
     if without:
         names = ", ".join(f"{name} ({state})" for name, state in without.items())
         yield f"without: {names} (rollout.without)"
+    if run_status.get("events"):
+        events = [" ".join(filter(None, key)) for key in run_status["events"]]
+        yield f"events: {', '.join(events)}"
+    yield from map(_tracker_line, run_status.get("trackers", ()))
     if run_status["hub"]:
         yield from _queue(run_status)
     yield from _shares(run_status["shares"])
     yield from _jobs(run_status)
+
+
+def _tracker_line(tracker: dict[str, Any]) -> str:
+    """Line about a tracker that `relax-hpc track` feeds."""
+    text = f"tracker {tracker['name']}: {tracker['missing_bytes']} bytes of metrics.jsonl behind"
+    if not tracker["works"]:
+        text += ", relax-hpc track does not run"
+    if tracker["failures"]:
+        text += f", {tracker['failures']} failures"
+    return f"{text}, the last: {tracker['last_failure']}" if tracker["last_failure"] else text
 
 
 def _counts(counts: dict[str, int]) -> str:
