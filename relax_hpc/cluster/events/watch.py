@@ -12,6 +12,7 @@ from typing import Any
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.base.metrics.read import is_step, parse_lines
 from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from relax_hpc.cluster.events.command import EventCommand
 from relax_hpc.cluster.events.conditions import (
     PACE_STEPS,
@@ -93,11 +94,14 @@ class EventWatch:
             unsaved=find_unsaved_work(self.config, liveness.beats, liveness.progress[0]),
             readers=liveness.readers,
             lost_engines=self._lost_engines,
-            removed_engines=self._removed_engines(),
+            removed_engines=self._removed_engines(liveness.readers),
         )
 
-    def _removed_engines(self) -> set[str]:
+    def _removed_engines(self, readers: Mapping[str, str]) -> set[str]:
         removed = set[str]()
+        # Settings are read only if an engine serves nothing, because that takes some milliseconds.
+        if all(Version.parse(version).incarnation for version in readers.values()):
+            return removed
         for name, group in self.config.groups.items():
             if "rollout" in group.roles:
                 # The settings of a group change while it runs.
