@@ -6,14 +6,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.commands.program import main
-from relax_hpc.commands.replay import _device_note, compare_step, plan_replay
+from relax_hpc.commands.replay import _device_note, _explain_missing_rows, compare_step, plan_replay
+from relax_hpc.queue.inspect.trained_steps import TrainingHistory
 from relax_hpc.training.weights.manifest import Chunk
 from relax_hpc.training.weights.tensors import TensorPart
 from relax_hpc.training.weights.version_digests import (
@@ -102,3 +104,22 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--step: found nothing, give the step to train again" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--step: found 1, allowed: none, no step was trained"):
         plan_replay(run, "actor", 1)
+
+
+def test_missing_rows_name_the_settings_that_keep_them(tmp_path: Path) -> None:
+    history = SimpleNamespace(
+        checkpoints=[{"step": 200}, {"step": 300}], kept_steps=lambda: [298, 299]
+    )
+    run, gone = RunDir(tmp_path), list(range(200, 298))
+    text = _explain_missing_rows(run, cast(TrainingHistory, history), 299, 200, gone)
+    assert text == (
+        f"{tmp_path}: step 299 would be trained again from step 200 on, but rows of steps 200 to "
+        "297 are gone; in the next run, queue.keep_steps of at least 100 keeps them, or "
+        "checkpoint.keep_every keeps a checkpoint between steps 298 and 299"
+    )
+    history.kept_steps = lambda: []
+    text = _explain_missing_rows(run, cast(TrainingHistory, history), 299, 200, [*gone, 298, 299])
+    assert text.endswith(
+        "rows of steps 200 to 299 are gone; in the next run, queue.keep_steps of "
+        "at least 100 keeps them"
+    )
