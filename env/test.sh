@@ -29,6 +29,7 @@ fi
 if dpkg-query -W ffmpeg >/dev/null 2>&1 || { [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; }; then
     INSTALLED+=,ffmpeg
 fi
+if dpkg-query -W chromium >/dev/null 2>&1; then INSTALLED+=,chromium; fi
 if dpkg-query -W podman runc uidmap >/dev/null 2>&1; then INSTALLED+=,podman; fi
 if [[ -f $VENV/.stamp-rdma ]]; then INSTALLED+=,nixl; fi
 export RELAX_REQUIRE=${RELAX_REQUIRE-$INSTALLED}

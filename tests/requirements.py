@@ -44,6 +44,10 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
         lambda: all(map(shutil.which, ("podman", "runc", "newuidmap"))),
         "podman, runc and newuidmap on PATH",
     ),
+    "chromium": (
+        lambda: shutil.which("chromium") is not None,
+        "chromium on PATH (apt-get install chromium)",
+    ),
     "shellcheck": (lambda: shutil.which("shellcheck") is not None, "shellcheck on PATH"),
     "gcc": (lambda: shutil.which("gcc") is not None, "a C compiler: gcc on PATH"),
     "g++": (lambda: shutil.which("g++") is not None, "a C++ compiler: g++ on PATH"),

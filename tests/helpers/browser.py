@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -14,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
+
+from tests.requirements import requires
 
 _BROWSER_S = 60.0
 """Seconds for the browser to start, to answer, and to end."""
 
-needs_browser = pytest.mark.skipif(
-    not shutil.which("chromium"),
-    reason="a real browser is looked into where there is one: chromium",
-)
-
 
 def seen(page: Path, fragment: str = "") -> str:
     """Elements of ``page``, as the browser has them once its scripts have run."""
+    requires("chromium")
     command = [
         "chromium",
         "--headless",
@@ -46,6 +42,7 @@ class Tab:
 
     def __init__(self, folder: Path) -> None:
         """``folder``: for the files of the browser."""
+        requires("chromium")
         self.events: list[dict[str, Any]] = []
         """Events of the page so far: requests, exceptions, messages of its console."""
         self._loop = asyncio.new_event_loop()

@@ -24,7 +24,7 @@ from relax_hpc.rewards import Score
 from relax_hpc.rollout.engines.engine import Generation
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
 from relax_hpc.rollout.sample_log import CUT, CUT_SHORT, Sample, SampleLog, read_samples
-from tests.helpers.browser import needs_browser, seen
+from tests.helpers.browser import seen
 
 OLD, NEW = Version(1, 3), Version(1, 4)
 CALL = '<tool_call>{"name": "zoom", "arguments": {"at": [4, 4]}}</tool_call>'
@@ -157,7 +157,6 @@ def test_a_terminal_shows_turn_by_turn(sample: Sample) -> None:
     ]
 
 
-@needs_browser
 def test_a_browser_shows_turns_and_runs_nothing_of_theirs(sample: Sample, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=\"document.title='evil'\">"
     sample["turns"][0] |= {

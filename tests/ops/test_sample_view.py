@@ -27,7 +27,7 @@ from relax_hpc.config import dump
 from relax_hpc.config.schema import SamplesConfig
 from relax_hpc.ops.observe.sample_page import render_page
 from relax_hpc.rollout.sample_log import SampleLog
-from tests.helpers.browser import needs_browser, seen
+from tests.helpers.browser import seen
 from tests.helpers.queue_helpers import Roles, in_thread, make_run, rows_of, small
 
 EVIL = (
@@ -322,7 +322,6 @@ def test_the_page_holds_its_data_and_nothing_else_that_runs(
     )
 
 
-@needs_browser
 def test_a_browser_shows_and_filters_the_page(made: Path, tmp_path: Path) -> None:
     assert main(["samples", str(made), "--html", str(tmp_path / "page.html")]) == EXIT_DONE
     everything = seen(tmp_path / "page.html")

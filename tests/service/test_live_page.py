@@ -20,7 +20,7 @@ from relax_hpc.rollout.sample_log import SampleLog
 from relax_hpc.service.page.session import cookie_name, is_session, make_session
 from relax_hpc.service.page.shared_reading import SharedReading
 from relax_hpc.service.page.snapshot import take_snapshot
-from tests.helpers.browser import Tab, needs_browser
+from tests.helpers.browser import Tab
 from tests.helpers.queue_helpers import small
 from tests.helpers.service_helpers import TOKEN, Service, service
 from tests.service.test_page import EVIL, sample
@@ -157,7 +157,6 @@ def served_in_thread(path: Path) -> Iterator[Service]:
         thread.join(60.0)
 
 
-@needs_browser
 def test_a_person_signs_in_and_watches_the_run(tmp_path: Path) -> None:
     tab = Tab(tmp_path / "browser")
     try:

@@ -27,7 +27,7 @@ from relax_hpc.rollout.sample_log import SampleLog
 from relax_hpc.service.page.curves import MAX_POINTS, make_charts, make_curve
 from relax_hpc.service.page.document import MARK, render_document
 from relax_hpc.service.page.snapshot import SAMPLES_OF_KIND, newest_samples, take_snapshot
-from tests.helpers.browser import Tab, needs_browser
+from tests.helpers.browser import Tab
 from tests.helpers.queue_helpers import make_run, small
 
 SCRIPT = (
@@ -206,7 +206,6 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     browser.close()
 
 
-@needs_browser
 @pytest.mark.parametrize("width", [360, 1200])
 def test_a_browser_shows_hostile_texts_as_texts(
     hostile: RunDir, tab: Tab, width: int, tmp_path: Path
@@ -227,7 +226,6 @@ def test_a_browser_shows_hostile_texts_as_texts(
     assert any(text.startswith("step 899") for text in tab.texts(".legend"))
 
 
-@needs_browser
 def test_a_chart_shows_the_values_at_the_cursor(hostile: RunDir, tab: Tab, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["page", str(hostile.root), "--html", str(page)]) == EXIT_DONE

@@ -8,6 +8,7 @@ from relax_hpc.base.errors import EXIT_DONE, ConfigError
 from relax_hpc.base.rundir import RunDir, write_atomic
 from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.ops.observe.status import SLURM_S
+from relax_hpc.service.address import address_file, read_address
 from relax_hpc.service.page.document import MARK, render_document
 from relax_hpc.service.page.snapshot import take_snapshot
 
@@ -22,7 +23,8 @@ def main(folder: str, html: str = "") -> int:
     path = Path(html) if html else Path(f"{run.root.resolve().name}.html")
     if not html:
         _check_own_page(path)
-    text = render_document(take_snapshot(run, Slurm(timeout_s=SLURM_S, tries=1)))
+    snapshot = take_snapshot(run, Slurm(timeout_s=SLURM_S, tries=1))
+    text = render_document(snapshot)
     try:
         write_atomic(path, text.encode(errors="replace"))
     except OSError as error:
@@ -30,6 +32,12 @@ def main(folder: str, html: str = "") -> int:
             f"--html: {path}: {error.strerror}; name a file in a folder of yours"
         ) from error
     print(f"{path}: open it in a browser")
+    service = read_address(run)
+    if service and snapshot["state"]["run"]["state"] == "running":
+        print(
+            f"{service.url}/page on {service.host} shows the run while it continues; the token is "
+            f"in {address_file(run)}"
+        )
     return EXIT_DONE
 
 

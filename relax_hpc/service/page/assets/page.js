@@ -295,6 +295,7 @@ addEventListener("resize", () => {
   resizing = setTimeout(redraw, 100);
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  if (!data.live) plots.delete("titles");
+  // The next state of a live run draws its charts again.
+  plots.delete("titles");
   if (!data.live) showCharts(data.state.charts);
 });
