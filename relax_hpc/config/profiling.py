@@ -47,8 +47,9 @@ class ProfilePlan:
         self._steps = self._select()
         self._done: ProfileConfig | None = None
         """Settings whose trace was written, or cannot be written."""
-        self._changes = self._list_changes()
-        self._looked_at = time.monotonic()
+        # A change may have been stored after `config` was loaded, so none counts as read.
+        self._changes = list[str]()
+        self._looked_at = -_LOOK_S
 
     @property
     def last_step(self) -> int:

@@ -96,6 +96,17 @@ def test_steps_can_be_asked_for_while_the_run_works(context: Any) -> None:
         profile_command.main(root, "8", ["critic"])
 
 
+def test_a_change_while_a_process_starts_counts(context: Any) -> None:
+    """It was stored after the process had read its configuration."""
+    from relax_hpc.roles.profiling import StepProfiler
+
+    assert profile_command.main(str(context.run.root), "5") == 0
+    profiler = StepProfiler(context)
+    train(profiler, context, range(8))
+    (path,) = context.run.profiles.iterdir()
+    assert path.name.startswith("actor-rank-0-steps-5-5.")
+
+
 def test_a_disk_that_takes_no_trace_changes_nothing(
     context: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
