@@ -259,6 +259,20 @@ def test_rollout_is_scaled_out_and_in(live: SlurmRun) -> None:
     assert "rollout-2" not in groups(live) and member not in live.queued()
 
 
+@in_all
+def test_the_head_is_killed_while_it_adds_engines(live: SlurmRun) -> None:
+    """The next head continues the operation, and submits no second job. The moments around the
+    submission are in tests/cluster/test_elastic.py."""
+    member = live.call("scale", "--replicas", "2", "--parsable").strip()
+    heads = [process for process in live.supervisors() if "hub" in command_line(process)]
+    kill(live, heads)
+    live.wait_until(lambda: generates(live, "rollout-2"), "rollout-2 generates", live.patience_s)
+    assert groups(live)["rollout-2"]["job"] == member
+    live.call("scale", "--replicas", "1")
+    live.train_steps()
+    assert "rollout-2" not in groups(live) and member not in live.queued()
+
+
 def test_commands_show_what_it_is_at(live: SlurmRun) -> None:
     assert "supervisor: " in live.call("logs", "-n", "2")
     listed = live.call("list")

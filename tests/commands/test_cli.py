@@ -80,7 +80,7 @@ def test_run_takes_overrides(tmp_path: Path, started_runs: list[tuple[Config, bo
         "error",
     )
     assert {name: group.roles for name, group in config.groups.items()} == {
-        "hub": ["advantages", "actor_fwd"],
+        "hub": ["advantages", "actor_fwd", "api"],
         "rollout": ["rollout"],
         "actor": ["actor"],
     }

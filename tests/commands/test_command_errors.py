@@ -19,8 +19,7 @@ WRONG = [
         ["runn"],
         [
             "runn: unknown command",
-            "run, sft, dpo, resume, submit, check, doctor, plan, warm, status, report, logs, "
-            "resubmit, scale, stop, list,",
+            "run, sft, dpo, resume, submit, check,",
             "did you mean run?",
         ],
     ),

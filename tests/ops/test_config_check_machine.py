@@ -229,5 +229,5 @@ def test_a_hub_with_a_gateway_needs_no_gpu(tmp_path: Path) -> None:
     config = load(
         [QUICKSTART, cluster], {"run_dir": str(tmp_path / "run"), "site.interface": "lo"} | over
     )
-    assert config.groups["hub"].roles == ["advantages", "gateway"]
+    assert config.groups["hub"].roles == ["advantages", "gateway", "api"]
     assert not [finding for finding in check(config) if finding.startswith("groups.")]

@@ -148,7 +148,7 @@ def test_a_run_of_files_has_only_the_needed_roles_of_a_cluster(tmp_path: Path) -
     cluster = Path("configs/clusters/2-nodes.yaml")
     sft, dpo = (load([cluster], settings(name, layout="local")) for name in ("sft", "dpo"))
     roles = {name: group.roles for name, group in sft.groups.items()}
-    assert roles == {"hub": ["data"], "actor": ["actor"]}
+    assert roles == {"hub": ["api", "data"], "actor": ["actor"]}
     assert sft.actor.forward == dpo.actor.forward == [], "there are no old log-probabilities"
     assert dpo.groups["reference"].roles == ["reference"]
     assert dpo.groups.keys() == {"hub", "actor", "reference"}
