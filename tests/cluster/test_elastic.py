@@ -24,7 +24,7 @@ from relax_hpc.config import Config, dump, load, load_resolved
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.client.operations import OperationRequests
 from relax_hpc.queue.operations import IN, OUT, Operation
-from tests.helpers.command_helpers import make_run, slurm_fixture, submitted, words  # noqa: F401
+from tests.helpers.command_helpers import begin, make_run, slurm_fixture, submitted, words  # noqa: F401
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.queue_helpers import in_thread
 
@@ -117,7 +117,7 @@ def rounds(reconciler: Reconciler, until: Callable[[], bool], most: int = 50) ->
         if until():
             return
         reconciler.do_round()
-    raise AssertionError("the reconciler did not get there")
+    raise AssertionError(f"not there: {reconciler._wanted} {reconciler._groups}")
 
 
 def test_local_groups_start_and_end(tmp_path: Path) -> None:
@@ -203,6 +203,40 @@ def test_jobs_are_submitted_once_and_a_cancelled_operation_cancels_them(
         rounds(reconciler, lambda: not it.get(id).leftover)
         assert sorted(words(slurm, "scancel")) == [["100"], ["101"]]
         assert set(it.operations.present().result().groups) == {"rollout"}
+
+
+def test_a_running_job_is_asked_to_stop_once_and_no_request_is_left_for_the_next(
+    tmp_path: Path,
+    slurm: FakeSlurm,
+) -> None:
+    with world(tmp_path / "run", "jobs", slurm=True) as it:
+        submitted(it.run, slurm)
+        reconciler = it.reconciler()
+        id = it.create(OUT, num_replicas=2)
+        rounds(reconciler, lambda: it.get(id).jobs == {"rollout-2": "100"})
+        begin(it.run, "rollout-2", "100")
+        jobs = slurm.state["jobs"]
+        jobs["100"]["state"] = "RUNNING"
+        slurm.set(jobs=jobs)
+        rounds(reconciler, lambda: it.get(id).state == "HEALTH_CHECKING")
+        it.serve("rollout-2/0")
+        rounds(reconciler, lambda: it.get(id).state == "ACTIVE")
+        id = it.create(IN, num_replicas=1)
+        rounds(reconciler, lambda: it.requested() == [("release", "rollout-2")])
+        requests.answer(
+            it.run, requests.pending_requests(it.run, lambda _: True)[0], done="release"
+        )
+        for _ in range(3):
+            reconciler.do_round()
+        assert not it.requested(), "a second request would stop the group's next job"
+        it.serve("rollout-2/0", version=Version(0, 0))
+        del jobs["100"]
+        slurm.set(jobs=jobs)
+        rounds(reconciler, lambda: it.get(id).state == "COMPLETED")
+        requests.send_request(it.run, "release", "rollout-2")
+        id = it.create(OUT, num_replicas=2)
+        rounds(reconciler, lambda: it.get(id).jobs == {"rollout-2": "101"})
+        assert not it.requested() and len(words(slurm, "sbatch")) == 2
 
 
 @pytest.mark.parametrize("point", ["before sbatch", "after sbatch", "after the entry"])

@@ -89,6 +89,9 @@ class SlurmMembers:
     def start(self, operation: Operation, name: str) -> str:
         """See `GroupMembers`. The job has a tag in its comment, by which `recover` finds it."""
         options, tag = _job_options(operation), self._tag(operation, name)
+        # The head of the new job would serve a request that the former job has not answered.
+        for request in self._pending(name):
+            requests.answer(self._run, request, error="withdrawn")
         try:
             return submit_group(self._run, self._slurm, self._ledger, name, options, tag=tag)
         except SlurmError as error:
@@ -124,23 +127,25 @@ class SlurmMembers:
             self._slurm.cancel(job.id)
             return
         limit_s = self._config.liveness.stop_timeout_s + _GRACE_S
-        released_at = self._released_at.setdefault(job.id, time.monotonic())
-        if time.monotonic() - released_at > limit_s:
+        released_at = self._released_at.get(job.id)
+        if released_at is None:
+            self._released_at[job.id] = time.monotonic()
+            if not self._pending(name):
+                requests.send_request(self._run, "release", name)
+        elif time.monotonic() - released_at > limit_s:
             self._slurm.cancel(job.id)
-            return
-        pending = requests.pending_requests(self._run, lambda group: group == name)
-        if time.monotonic() - released_at < 1.0 and not pending:
-            requests.send_request(self._run, "release", name)
+
+    def _pending(self, name: str) -> list[requests.GroupRequest]:
+        """Requests about a group that no supervisor has answered."""
+        return requests.pending_requests(self._run, lambda group: group == name)
 
     def lost_reason(self, name: str, start: str) -> tuple[str, str]:
+        # The head of the hub, or of the group, may have replaced the job that was started.
         entry = self._ledger.separate_job(name)
-        if entry is not None and entry.job != start:
-            # The head of the hub has replaced the lost job.
-            return "", ""
-        state = ""
+        job, state = entry.job if entry else start, ""
         with contextlib.suppress(SlurmError):
-            state = self._slurm.describe(start).get("JobState", "")
-        return "job_ended", f"job {start} of {name} is over ({state or 'no longer known to Slurm'})"
+            state = self._slurm.describe(job).get("JobState", "")
+        return "job_ended", f"job {job} of {name} is over ({state or 'no longer known to Slurm'})"
 
 
 def _job_options(operation: Operation) -> list[str]:
