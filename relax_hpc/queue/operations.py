@@ -65,7 +65,7 @@ class Operation:
     detail: str = ""
     updated_at: float = 0.0
     done: list[str] = field(default_factory=list)
-    """Those of `engines` that serve, or that have left."""
+    """Engines among `engines` that serve, or that have left."""
     leftover: list[str] = field(default_factory=list)
     """Engines that an operation which failed or was cancelled has started, and that still have to
     be removed. Until then no other operation begins."""

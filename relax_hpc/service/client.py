@@ -31,7 +31,7 @@ _MAX_ANSWER = 64 << 20
 
 
 class EngineOperations(Protocol):
-    """What a command can ask about the engines of a run. Every method raises OperationRefused with
+    """Requests of a command about the engines of a run. Every method raises OperationRefused with
     a code, or HubAwayError."""
 
     def create(self, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class StartRefusedError(RelaxError):
 
 
 class GroupMembers(Protocol):
-    """What a layout can do with the groups of engines. All methods may be called repeatedly."""
+    """Groups of engines in one layout. All methods may be called repeatedly."""
 
     def groups(self) -> dict[str, GroupState]:
         """Groups that exist, by name, with the configured group first."""

@@ -18,7 +18,7 @@ class ServiceConfig:
     """Whether the run has the role `api`. Without it, `relax-hpc scale` and all pages and metrics
     of the service are missing."""
     address: Literal["loopback", "site"] = "loopback"
-    """Where the service listens. `loopback`: only programs on the hub's node reach it, others by an
+    """Interface of the service. `loopback`: only programs on the hub's node reach it, others by an
     ssh tunnel. `site`: on the interface of `site.interface`; every program in that network can
     connect, and needs the token. The connection is not encrypted."""
     port: int = bounded(0, 0, 65535)

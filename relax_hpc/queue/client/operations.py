@@ -17,7 +17,7 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedState:
-    """What a watcher of operations has to bring about."""
+    """Operations and engines that a watcher has to bring about."""
 
     revision: int
     operations: Sequence[Operation] = ()

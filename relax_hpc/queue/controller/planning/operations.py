@@ -532,7 +532,7 @@ def follow_engines(
     external: Mapping[str, ExternalEngine],
     now: float,
 ) -> Change | None:
-    """What follows for an operation from the states of its engines, and from its deadline; None:
+    """The change of an operation that follows from its engines and its deadline; None:
     nothing. ``serving``: engines that serve a version."""
     if operation.is_final:
         return None
