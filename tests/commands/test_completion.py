@@ -75,7 +75,7 @@ def complete(shell: pexpect.spawn, line: str) -> str:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("relax-hpc sta", "relax-hpc status "),
+        ("relax-hpc stat", "relax-hpc status "),
         ("relax-hpc queue ex", "relax-hpc queue export "),
         ("relax-hpc queue export RUN --form", "--format "),
         ("relax-hpc queue export RUN --step", "--step --steps"),
