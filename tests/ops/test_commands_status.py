@@ -70,6 +70,7 @@ def test_states_of_groups(tmp_path: Path, slurm: FakeSlurm) -> None:
         begin(run, "actor_fwd", "14", beat_age_s=age)
         assert states(run)["actor_fwd"] == state
     write_exit_mark(run.exit_mark("hub", 1, "advantages"))
+    write_exit_mark(run.exit_mark("hub", 1, "api"))
     assert states(run)["hub"] == "done"
 
 
