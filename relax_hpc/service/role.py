@@ -17,6 +17,8 @@ from relax_hpc.roles.event_loop import run_until_stopped
 from relax_hpc.service import members_routes, metrics_routes
 from relax_hpc.service.address import ServiceAddress, make_token, publish_address, read_address
 from relax_hpc.service.app import Server, make_app
+from relax_hpc.service.autoscaler import routes as autoscaler_routes
+from relax_hpc.service.autoscaler.loop import Autoscaler
 from relax_hpc.service.live_run import LiveRun
 from relax_hpc.service.operations_routes import operations_routes
 from relax_hpc.service.page import routes as page
@@ -35,11 +37,13 @@ def run(context: Context) -> None:
         assert client is not None
         live = LiveRun(context.run, context.config, client)
         limits = HttpLimits()
-        async with serving(context, live, limits):
+        autoscaler = Autoscaler(live)
+        async with serving(context, live, limits, autoscaler):
             context.report_phase("")
             over = asyncio.ensure_future(asyncio.wrap_future(client.status.run_finished()))
             tasks = [
                 asyncio.create_task(live.follow()),
+                asyncio.create_task(autoscaler.run()),
                 asyncio.create_task(_report_refusals(context, limits)),
             ]
             try:
@@ -55,24 +59,27 @@ def run(context: Context) -> None:
     run_until_stopped(serve, context.stop)
 
 
-def all_routes(live: LiveRun) -> list[web.AbstractRouteDef]:
+def all_routes(live: LiveRun, autoscaler: Autoscaler | None = None) -> list[web.AbstractRouteDef]:
     """Routes of all parts of the service."""
     return [
         *page.routes(live),
         *metrics_routes.routes(live),
         *operations_routes(live),
         *members_routes.routes(live),
+        *autoscaler_routes.routes(live, autoscaler or Autoscaler(live)),
     ]
 
 
 @contextlib.asynccontextmanager
-async def serving(context: Context, live: LiveRun, limits: HttpLimits) -> AsyncIterator[str]:
+async def serving(
+    context: Context, live: LiveRun, limits: HttpLimits, autoscaler: Autoscaler
+) -> AsyncIterator[str]:
     """Serve while the body runs; the address of the service. The address is published when the
     server listens."""
     former = await asyncio.to_thread(read_address, context.run)
     token = former.token if former else make_token()
     listening = _listen(context, former)
-    server = Server(make_app(live, token, all_routes(live), limits), listening)
+    server = Server(make_app(live, token, all_routes(live, autoscaler), limits), listening)
     await server.start()
     host, port = listening.getsockname()[:2]
     url = f"http://{host}:{port}"
