@@ -30,7 +30,7 @@ from relax_hpc.service.autoscaler.policy import Decision, Limits, decide
 from relax_hpc.service.autoscaler.slurm_inputs import SlurmInputs
 from relax_hpc.service.live_run import HUB_S, LiveRun
 
-_SAMPLE_S = 2.0
+_SAMPLE_S = 1.0
 _HISTORY = 100
 """Decisions that are kept in memory."""
 _MAX_REVERSALS = 3
