@@ -102,6 +102,20 @@ def test_a_dry_run_and_a_used_budget_only_explain(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+def test_new_jobs_may_be_shortened_so_that_slurm_starts_them_in_gaps(tmp_path: Path) -> None:
+    async def play() -> None:
+        config = scaled(time="4:00:00", time_min="0:30:00")
+        async with service(tmp_path, config) as running:
+            autoscaler = Autoscaler(running.live)
+            assert autoscaler.make_body(OUT, 4) == {"num_replicas": 4}
+            config.layout = "jobs"
+            limits = {"time": "4:00:00", "time_min": "0:30:00"}
+            assert autoscaler.make_body(OUT, 4) == {"num_replicas": 4, **limits}
+            assert autoscaler.make_body(IN, 1) == {"num_replicas": 1}
+
+    asyncio.run(play())
+
+
 def test_the_switch_survives_a_restart(tmp_path: Path) -> None:
     async def play() -> None:
         async with service(tmp_path, scaled()) as running:

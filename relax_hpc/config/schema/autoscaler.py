@@ -52,6 +52,13 @@ class AutoscalerConfig:
     max_start_wait_s: float = bounded(3600.0, 0.0)
     """Seconds until Slurm's expected start of a pending engine above which no further engines are
     requested."""
+    time: str = ""
+    """Time limit of the jobs that the autoscaler requests, as sbatch takes it. If it is empty, the
+    limit of the rollout group applies."""
+    time_min: str = ""
+    """Shortest time limit that Slurm may give to these jobs, as `sbatch --time-min` takes it. Slurm
+    then starts them in gaps of its schedule (backfill). If it is empty, Slurm does not shorten
+    them."""
     payback: float = bounded(3.0, 0.0)
     """Multiples of the start time that the run's job must still have before engines are added."""
     budget_node_hours: float = bounded(0.0, 0.0)

@@ -155,13 +155,22 @@ class Autoscaler:
         service = self.live.config.service
         timeout_s = service.scale_out_timeout_s if kind == OUT else service.scale_in_timeout_s
         create = self.live.client.operations.create
-        body = {"num_replicas": decision.target}
+        body = self.make_body(kind, decision.target)
         try:
             await self.live.ask(create(kind, body, key, timeout_s, timeout=HUB_S))
         except OperationRefused as refusal:
             # Another client was faster, or the target is not possible; later decisions see it.
             self.counts[f"refused_{refusal.code}"] += 1
             await asyncio.to_thread(self._write_log, {"refused": refusal.code, "why": str(refusal)})
+
+    def make_body(self, kind: str, target: int) -> dict[str, Any]:
+        """Body of an operation. In Slurm, the jobs of new engines have the limits of the
+        policy."""
+        body: dict[str, Any] = {"num_replicas": target}
+        if kind == OUT and self.live.config.layout != "local":
+            limits = {"time": self.policy.time, "time_min": self.policy.time_min}
+            body |= {name: value for name, value in limits.items() if value}
+        return body
 
     def _check_reversals(self, operations: list[Operation]) -> None:
         """Switch off if another client, such as a second autoscaler, reverses the decisions."""
