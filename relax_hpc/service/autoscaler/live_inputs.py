@@ -95,7 +95,7 @@ def running_nodes(live: LiveRun) -> float:
 
 
 def measured_start_s(operations: Sequence[Operation]) -> float | None:
-    """Median of the seconds of the last additions that succeeded; None: there are none."""
+    """Median of the seconds of the last additions that succeeded; None: none succeeded."""
     starts = [
         operation.updated_at - operation.created_at
         for operation in operations
@@ -130,7 +130,7 @@ def count_reversals(operations: Sequence[Operation], since_s: float) -> int:
 
 
 def describe_open(operations: Sequence[Operation]) -> str:
-    """An operation that is not final, with its state; empty: there is none."""
+    """An operation that is not final, with its state; empty: all are final."""
     for operation in operations:
         if operation.is_unfinished:
             return f"{operation.id} ({operation.state})"

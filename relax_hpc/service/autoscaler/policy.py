@@ -1,6 +1,6 @@
 """The policy of the autoscaler: a pure function from observations to a target.
 
-Who waits for whom decides whether to act. If the trainer waits and the engines do not, engines are
+The side that waits decides whether to act. If the trainer waits and the engines do not, engines are
 added. If engines wait and the trainer does not need them, engines are removed. If both wait, a few
 long prompt groups delay the step, and further engines would not finish these groups sooner.
 
