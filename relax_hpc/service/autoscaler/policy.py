@@ -133,7 +133,7 @@ def _wanted_without_need(observed: Observations, policy: AutoscalerConfig) -> tu
         short.covered_s < observed.wanted_s * _STALLED
         or observed.now.engine_wait > policy.engine_wait
     ):
-        return engines, "the trainer waits for its first rows"
+        return engines, "the trainer waits for rows"
     missing = observed.facts.step_groups - observed.facts.ready_groups
     remaining_s = missing * short.covered_s / short.accepted_groups
     if remaining_s < (observed.facts.start_s or policy.start_s):
