@@ -72,7 +72,10 @@ def all_routes(live: LiveRun, autoscaler: Autoscaler | None = None) -> list[web.
 
 @contextlib.asynccontextmanager
 async def serving(
-    context: Context, live: LiveRun, limits: HttpLimits, autoscaler: Autoscaler
+    context: Context,
+    live: LiveRun,
+    limits: HttpLimits,
+    autoscaler: Autoscaler | None = None,
 ) -> AsyncIterator[str]:
     """Serve while the body runs; the address of the service. The address is published when the
     server listens."""
