@@ -63,6 +63,9 @@ def write_run(root: Path) -> RunDir:
     write_json(run.stop, {"code": 93, "reason": EVIL})
     failure = {"group": SCRIPT, "reason": "reward_exception", "detail": EVIL, "location": "a.py:3"}
     run.failures.write_text(json.dumps(failure | {"traceback": EVIL, "time": 1e9 + 7}) + "\n")
+    event = {"number": 1, "event": "disk_full", "state": "raised", "subject": SCRIPT, "step": 3}
+    event |= {"detail": "no space", "time": 1e9 + 8, "since": 1e9}
+    run.notifications.write_text(json.dumps(event) + "\n" + json.dumps({"sent": 1}) + "\n")
     log = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", SamplesConfig(), STEPS)
     log.keep([sample(0, prompt=EVIL, response=EVIL, id=EVIL, finish_reason=EVIL)], step=STEPS)
     media = [{"kind": f"image {SCRIPT}", "about": EVIL, "picture": PICTURE}]
@@ -150,6 +153,7 @@ def test_the_data_of_the_page_has_no_control_characters(hostile: RunDir) -> None
     } in (state["queue"])
     texts = [event["text"] for event in state["events"]]
     assert f"training returned to step {STEPS} and repeats the steps after it" in texts
+    assert f"raised: disk full {SCRIPT}: no space" in texts
     assert any(
         "first failure of its kind: reward_exception" in event["text"] for event in state["events"]
     )

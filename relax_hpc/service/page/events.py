@@ -1,5 +1,5 @@
-"""The newest events of a run, from small files of its directory: starts and ends of groups,
-returns to an earlier step, first failures, checkpoints, the end."""
+"""The newest events of a run, from small files of its directory: problems, starts and ends of
+groups, returns to an earlier step, first failures, checkpoints, the end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from relax_hpc.base.foreign_files import parse_json, read_in_run
 from relax_hpc.base.metrics.first_failures import parse_failure
 from relax_hpc.base.metrics.read import Metrics
 from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.events.log import read_notifications
 from relax_hpc.cluster.supervise.launch_records import read_launch, read_mark
 from relax_hpc.cluster.supervise.requests import read_stop_request
 from relax_hpc.config import Config
@@ -31,10 +32,24 @@ def recent_events(
     run: RunDir, config: Config, groups: Iterable[str], metrics: Metrics
 ) -> list[dict[str, Any]]:
     """The newest events, newest first: {time, text}. ``groups``: names of all groups."""
-    events = [*_rollbacks(metrics), *_failures(run), *_checkpoints(run), *_end(run)]
+    events = [
+        *_notifications(run),
+        *_rollbacks(metrics),
+        *_failures(run),
+        *_checkpoints(run),
+        *_end(run),
+    ]
     for group in groups:
         events += _incarnations(run, config, group)
     return [{"time": time, "text": text} for time, text in heapq.nlargest(MAX_EVENTS, events)]
+
+
+def _notifications(run: RunDir) -> Iterator[Event]:
+    """Events about problems, which `site.on_event` gets too."""
+    for line in read_notifications(run):
+        if "sent" not in line:
+            about = " ".join(filter(None, (line["event"].replace("_", " "), line["subject"])))
+            yield line["time"], f"{line['state']}: {about}: {line['detail']}"
 
 
 def _rollbacks(metrics: Metrics) -> Iterator[Event]:
