@@ -128,11 +128,12 @@ class Scenario:
 
 
 @pytest.fixture(name="scenario")
-def scenario_fixture(tmp_path: Path) -> Iterator[Scenario]:
+def scenario_fixture(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scenario]:
+    """The parameter of the fixture is the number of steps."""
     run = make_run(tmp_path / "run")
     settings = make_data(tmp_path)
     (tmp_path / "model").rename(run.model)
-    config = Config(steps=8, prompts_per_step=4, samples_per_prompt=2)
+    config = Config(steps=getattr(request, "param", 8), prompts_per_step=4, samples_per_prompt=2)
     config.eval.every, config.queue.wait_timeout_s, config.liveness.beat_s = 0, 20.0, 0.1
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
     config.data.train, config.rollout.max_new_tokens = settings["data"]["train"], 4

@@ -208,13 +208,16 @@ def external_server(behaviour: Behaviour) -> Iterator[str]:
     async def serve() -> None:
         nonlocal stopping
         stopping = asyncio.Event()
-        runner = web.AppRunner(StandIn(behaviour).application(), shutdown_timeout=0.1)
+        stand_in = StandIn(behaviour)
+        runner = web.AppRunner(stand_in.application(), shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         address.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
         started.set()
         await stopping.wait()
+        for response in list(stand_in.aborted.values()):
+            response.set()
         await runner.cleanup()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)

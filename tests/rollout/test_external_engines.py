@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.queue.operations import Operation
 from relax_hpc.rollout.external import engine
 from relax_hpc.rollout.external.member import Backoff
+from tests.effort import effort
 from tests.helpers.external_scenario import (  # noqa: F401
     Scenario,
     model_fixture,
@@ -220,6 +223,49 @@ def test_an_engine_that_fails_is_lost_and_comes_back_under_its_number(
 
     LOST = ("lost", reason)
     with external_server(behaviour) as url:
+        scenario.play(monkeypatch, act)
+
+
+OPERATIONS = effort(6, 50)
+
+
+@pytest.mark.parametrize("scenario", [OPERATIONS + 4], indirect=True)
+def test_rows_are_trained_once_whatever_happens_to_engines(
+    scenario: Scenario, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three engines are added, removed and broken at random, one event in each step. `play` audits
+    the run."""
+    chance = random.Random(7)
+    behaviours = [
+        Behaviour(model, pause_s=0.01, flags=Behaviour(model).flags | {"random_seed": 70 + k})
+        for k in range(3)
+    ]
+    scenario.config.rollout.engine.request_timeout_s = 1.0
+
+    def scale(url: str) -> None:
+        engines = [engine for engine in scenario.present() if engine.url == url and engine.wanted]
+        if engines:
+            scenario.ended(scenario.scale("scale_in", engines=[engines[0].name]))
+        else:
+            scenario.ended(scenario.scale("scale_out", engine_urls=[url], timeout_secs=3.0))
+
+    def act() -> None:
+        for url in urls:
+            scale(url)
+        for _ in range(OPERATIONS):
+            number = chance.randrange(3)
+            behaviour = behaviours[number]
+            event = chance.choice(["scale", "scale", "is_frozen", "breaks_streams", "hangs"])
+            if event == "scale":
+                scale(urls[number])
+            else:
+                setattr(behaviour, event, not getattr(behaviour, event))
+            scenario.train()
+        numbers = [engine.number for engine in scenario.present()]
+        assert len(numbers) == len(set(numbers))
+
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(external_server(behaviour)) for behaviour in behaviours]
         scenario.play(monkeypatch, act)
 
 
