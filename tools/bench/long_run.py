@@ -6,7 +6,7 @@ python tools/bench/long_run.py video --steps 2000 --keep runs/long
 
 The quickstart runs with simulated engines and small prompt groups, so that a step takes
 milliseconds. `video` runs as it is, with SGLang. A run that is there already goes on, and one that
-has reached its steps is only evaluated.
+has reached its steps is only evaluated, without its processes if these were not sampled.
 """
 
 from __future__ import annotations
@@ -90,24 +90,28 @@ def run(config: str, steps: int, root: Path, usage: Path, limit_s: float) -> Non
 
 
 def evaluate(root: Path, usage: Path) -> Iterator[Figure]:
-    """Figures of a run directory and the samples of its processes."""
-    lines = [json.loads(line) for line in usage.read_text().splitlines()]
+    """Figures of a run directory, and of the samples of its processes if there are any."""
     last_step = newest_step(root)
     first_step = round(SKIPPED_SHARE * last_step)
+    yield Figure("steps", last_step + 1, "")
+    if usage.exists():
+        yield from _resources(usage, first_step, last_step)
+    yield from _learning(root, first_step, last_step)
+    yield from _commands(root)
+
+
+def _resources(usage: Path, first_step: int, last_step: int) -> Iterator[Figure]:
+    """Trends of all processes and of the disk from step ``first_step`` on."""
+    lines = [json.loads(line) for line in usage.read_text().splitlines()]
     lines = [line for line in lines if line["step"] >= first_step]
     steps = np.array([line["step"] for line in lines], float)
-    yield Figure("steps", last_step + 1, "")
     for name in _process_names(lines):
         for measure in MEASURES:
-            present = np.array([name in line["processes"] for line in lines])
-            values = [
-                line["processes"][name][measure] for line in lines if name in line["processes"]
-            ]
+            present = [number for number, line in enumerate(lines) if name in line["processes"]]
+            values = [lines[number]["processes"][name][measure] for number in present]
             if any(values):
                 yield _trend_figure(f"{name}: {measure}", steps[present], values, last_step)
     yield from _disk(lines)
-    yield from _learning(root, first_step, last_step)
-    yield from _commands(root)
 
 
 def _process_names(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -119,11 +123,13 @@ def _trend_figure(name: str, steps: np.ndarray, values: Sequence[float], last_st
     """Growth per 1,000 steps as a share of the mean. It must include none, or be small."""
     trend = fit_trend(steps, np.array(values, float))
     mean = trend.mean or 1.0
-    growth = [1000 * slope / mean for slope in (trend.slope, trend.low, trend.high)]
-    is_flat = trend.low <= 0 or growth[0] * last_step / 1000 <= MOST_GROWTH
+    # In percent. Rounded, because the fit of a constant is not exactly zero.
+    slopes = (trend.slope, trend.low, trend.high)
+    growth = [round(100_000 * slope / mean, 6) + 0.0 for slope in slopes]
+    is_flat = trend.low <= 0 or growth[0] * last_step <= 100_000 * MOST_GROWTH
     text = f"{name} {_readable(trend.mean, name)}: growth in 1,000 steps"
     target = f"interval has 0, or <= {MOST_GROWTH:.0%} in the run"
-    return Figure(text, 100 * growth[0], "%", target, is_flat, [100 * g for g in sorted(growth)])
+    return Figure(text, growth[0], "%", target, is_flat, sorted(growth))
 
 
 def _readable(value: float, name: str) -> str:
