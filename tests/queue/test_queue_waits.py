@@ -4,11 +4,15 @@ lacked at the time."""
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.base.errors import DeadlineError, RefusedError
 from relax_hpc.base.versions import Version
+from relax_hpc.queue.client.status import StatusRequests
 from relax_hpc.queue.controller.planning.windows import producer_of
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.controller.state.task_queues import WAITING
@@ -121,3 +125,24 @@ def test_the_lowest_unset_ticket(base, values, start) -> None:
     assert (
         found >= start and not marks[found] and all(marks[ticket] for ticket in range(start, found))
     )
+
+
+def test_the_end_of_a_run_is_awaited_longer_than_a_request_may_wait() -> None:
+    """The service, the gateway and the judge wait for it for as long as the run takes."""
+    asked: list[Future] = []
+
+    def submit(op: str) -> Future:
+        assert op == "over"
+        asked.append(Future())
+        return asked[-1]
+
+    finished = StatusRequests(submit).run_finished()
+    for _ in range(3):
+        asked[-1].set_exception(DeadlineError("over: nothing came for 600.0 s"))
+        assert not finished.done()
+    asked[-1].set_result({})
+    assert finished.result(0) is None and len(asked) == 4
+    failed = StatusRequests(submit).run_finished()
+    asked[-1].set_exception(RefusedError("no"))
+    with pytest.raises(RefusedError):
+        failed.result(0)

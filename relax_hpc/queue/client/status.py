@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from typing import Any
 
+from relax_hpc.base.errors import DeadlineError
 from relax_hpc.queue.client.answers import QueueStatus
 from relax_hpc.queue.client.connection import Submit, ignore_answer, then
 
@@ -20,8 +22,25 @@ class StatusRequests:
         return then(self._submit("status", timeout), QueueStatus.from_answer)
 
     def run_finished(self) -> Future[None]:
-        """A future that is done when the run is finished."""
-        return then(self._submit("over"), ignore_answer)
+        """A future that is done when the run is finished. A run lasts longer than a request may
+        wait, so the request is repeated at each deadline."""
+        finished: Future[None] = Future()
+        self._ask_until_finished(finished)
+        return finished
+
+    def _ask_until_finished(self, finished: Future[None]) -> None:
+        def take(answer: Future[Any]) -> None:
+            if finished.cancelled():
+                return
+            error = CancelledError() if answer.cancelled() else answer.exception()
+            if isinstance(error, DeadlineError):
+                self._ask_until_finished(finished)
+            elif error:
+                finished.set_exception(error)
+            else:
+                finished.set_result(None)
+
+        self._submit("over").add_done_callback(take)
 
     def note(self, what: str, name: str, reason: str) -> Future[None]:
         """Count a fault that concerns no ticket: of an engine, or in a line of a prompt file."""
