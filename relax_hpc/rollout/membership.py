@@ -27,7 +27,8 @@ class Membership:
     ) -> None:
         self._context, self._configured, self._pool = context, configured, pool
         self._without = set(context.config.rollout.without)
-        self._read_changes = self._list_changes()
+        # The process has read its settings before. A change since then counts at the first check.
+        self._read_changes: list[str] = []
 
     def wanted(self) -> list[EngineId]:
         """Engines that should serve."""
