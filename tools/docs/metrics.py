@@ -21,7 +21,8 @@ for any word. The page is generated from [relax_hpc/base/metrics/tags.py](../rel
 
 TensorBoard also shows some episodes in its Text tab, every `samples.tensorboard_every` steps, and
 the configuration with the last reward in its HParams tab. `relax-hpc samples RUN` shows more episodes.
-`metrics.trackers` names classes of yours that receive the same lines: [a tracker](extending/roles-and-metrics.md#a-tracker).
+[Monitoring](monitoring.md) sends the same lines to wandb, trackio, mlflow, a class of yours, or Prometheus. Names of
+metrics for Prometheus follow from the names below.
 """
 
 
