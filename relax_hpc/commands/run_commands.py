@@ -108,7 +108,10 @@ def _scale_arguments(parser: ArgumentParser) -> None:
         help="Group to scale. Its only role must be rollout. Default: rollout.",
     )
     parser.add_argument(
-        "--replicas", type=int, metavar="N", help="New number of jobs of the group."
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="New number of groups of engines. On Slurm, each is one job.",
     )
     parser.add_argument(
         "--without",
@@ -394,8 +397,8 @@ RUN_COMMANDS = {
         _stacks,
     ),
     "attach": Command(
-        "Open a shell, or run a program, beside a rank of a running group: on its node, with its "
-        "environment, in its container.",
+        "Open a shell, or run a program, on the node of a rank of a running group, with its "
+        "environment and in its container.",
         "RUN --group G [--role R] [--rank K] [-- PROGRAM ...]",
         _attach_arguments,
         _attach,

@@ -94,8 +94,9 @@ class ServiceClient:
             raise self._refusal(error) from None
         except (OSError, ValueError) as error:
             raise HubAwayError(
-                f"{self._run.root}: the hub does not run: its service at {self._address.url} does "
-                f"not answer ({error}); see relax-hpc status {self._run.root}"
+                f"{self._run.root}: the hub does not run, or this node cannot reach it: its "
+                f"service at {self._address.url} does not answer ({error}); see relax-hpc status "
+                f"{self._run.root}"
             ) from error
 
     def _refusal(self, error: urllib.error.HTTPError) -> RelaxError:

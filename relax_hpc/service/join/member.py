@@ -115,6 +115,8 @@ class EngineMember:
                 self._say(f"the service answers {error.status}")
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 self._say(f"the service cannot be reached: {error}")
+            except (ValueError, KeyError) as error:
+                self._say(f"the service sent a message that this release cannot read: {error}")
             if self._end is not None:
                 return self._end
             if loop.time() - connected_at > self._settings.wait_s:
