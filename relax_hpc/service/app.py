@@ -152,14 +152,16 @@ class _Guard:
 
     async def _respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         is_of_page = request.path == PAGE or request.path.startswith(f"{PAGE}/")
-        if request.path not in PUBLIC and not is_of_page:
+        needs_token = request.path not in PUBLIC and not is_of_page
+        if needs_token:
             try:
                 self._check_token(request)
             except ApiError as error:
                 self._limits.refused[error.code] += 1
                 return error_response(error.code, str(error))
             self._limits.prove(request.protocol)
-        is_limited = MEMBER not in request and not _is_for_engine(request)
+        # Without the run's token, a few slow clients could otherwise use up the limit.
+        is_limited = needs_token and MEMBER not in request and not _is_for_engine(request)
         if is_limited and self._concurrent >= _MAX_CONCURRENT:
             text = f"{_MAX_CONCURRENT} requests are being answered; try again"
             return error_response("too_many_requests", text)
@@ -199,11 +201,14 @@ class _Guard:
         if hmac.compare_digest(bearer, self._token):
             return
         member = self._find_member(bearer)
+        is_for_members = request.path.startswith(MEMBER_PATHS)
+        if member is None and bearer and is_for_members and self._live.wanted.revision < 0:
+            # A member would take 401 for a revoked token, and end.
+            raise ApiError("hub_away", "the tokens of members are not known yet; try again")
         if member is None:
             text = "the request has no valid bearer token; RUN/service/api.json has it"
             raise ApiError("unauthorized", text)
-        allowed = request.path.startswith(MEMBER_PATHS)
-        if not allowed or request.path.startswith(ADMIN_PATHS):
+        if not is_for_members or request.path.startswith(ADMIN_PATHS):
             raise ApiError("forbidden", f"{request.path}: not for a token of a member")
         request[MEMBER] = member
 

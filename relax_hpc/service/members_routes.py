@@ -124,6 +124,9 @@ class _Members:
             try:
                 await self._register(connection, token, member, url)
                 while (engine := self._engine(member)) and engine.state != LEFT:
+                    # The member may have connected while the token was being revoked.
+                    if token.id not in [valid.id for valid in self._live.wanted.tokens]:
+                        raise OperationRefused("unauthorized", _GONE)
                     await connection.send(kind=relay.STATE, text=_describe(engine))
                     await self._live.wait_for_change(_WATCH_S)
                 if engine:

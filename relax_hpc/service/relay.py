@@ -75,7 +75,8 @@ class MemberConnection:
             async for message in self._socket:
                 if message.type is web.WSMsgType.BINARY:
                     answer = unpack(message.data)
-                    waiting = self._answers.get(answer.get("number", 0))
+                    number = answer.get("number")
+                    waiting = self._answers.get(number) if isinstance(number, int) else None
                     if waiting:
                         waiting.put_nowait(answer)
         except ValueError:
@@ -100,7 +101,10 @@ class MemberConnection:
         try:
             await self.send(kind=REQUEST, number=number, method=method, path=path, body=body)
             head = await self._next(number)
-            return RelayedReply(number, int(head["status"]), str(head["content_type"]))
+            status, content_type = head.get("status"), head.get("content_type")
+            if not (isinstance(status, int) and 200 <= status < 600):
+                raise EngineAwayError(f"the member has sent the status {status!r:.40}")
+            return RelayedReply(number, status, str(content_type))
         except BaseException:
             await asyncio.shield(self.finish(number))
             raise
@@ -108,7 +112,11 @@ class MemberConnection:
     async def read_data(self, number: int) -> AsyncIterator[bytes]:
         """Data of the reply to request ``number``. EngineAwayError: it broke off."""
         while (answer := await self._next(number))["kind"] != END:
-            yield bytes(answer["data"])
+            data = answer.get("data")
+            # bytes(number) would allocate that many bytes.
+            if not isinstance(data, bytes):
+                raise EngineAwayError("the member has sent a malformed reply")
+            yield data
         del self._answers[number]
 
     async def finish(self, number: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.cluster.elastic import reconciler as reconciler_module
+from relax_hpc.cluster.elastic import slurm_members
 from relax_hpc.cluster.elastic.local_members import LocalMembers
 from relax_hpc.cluster.elastic.reconciler import Reconciler
 from relax_hpc.cluster.elastic.slurm_members import SlurmMembers
@@ -162,6 +163,25 @@ def test_a_group_that_its_supervisor_gives_up_fails_the_operation(tmp_path: Path
         assert it.create(OUT, num_replicas=2) != id and not it.requested()
 
 
+def test_a_group_whose_start_is_answered_during_a_look_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world(tmp_path / "run") as it:
+        reconciler = it.reconciler()
+        id = it.create(OUT, num_replicas=2)
+        rounds(reconciler, lambda: bool(it.requested()))
+        list_pending = requests.pending_requests
+
+        def answer_first(*args: Any) -> list[requests.GroupRequest]:
+            monkeypatch.setattr(requests, "pending_requests", list_pending)
+            it.answer()
+            return list_pending(*args)
+
+        monkeypatch.setattr(requests, "pending_requests", answer_first)
+        reconciler.do_round()
+        assert it.get(id).state == "HEALTH_CHECKING"
+
+
 def test_engines_of_a_group_leave_and_return_without_a_restart(tmp_path: Path) -> None:
     with world(tmp_path / "run") as it:
         (it.run.root / "changes").mkdir()
@@ -206,8 +226,7 @@ def test_jobs_are_submitted_once_and_a_cancelled_operation_cancels_them(
 
 
 def test_a_running_job_is_asked_to_stop_once_and_no_request_is_left_for_the_next(
-    tmp_path: Path,
-    slurm: FakeSlurm,
+    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with world(tmp_path / "run", "jobs", slurm=True) as it:
         submitted(it.run, slurm)
@@ -230,6 +249,8 @@ def test_a_running_job_is_asked_to_stop_once_and_no_request_is_left_for_the_next
             reconciler.do_round()
         assert not it.requested(), "a second request would stop the group's next job"
         it.serve("rollout-2/0", version=Version(0, 0))
+        # Otherwise it counts as just submitted for 10 s, about as long as all rounds take.
+        monkeypatch.setattr(slurm_members, "_NEW_S", 0.0)
         del jobs["100"]
         slurm.set(jobs=jobs)
         rounds(reconciler, lambda: it.get(id).state == "COMPLETED")

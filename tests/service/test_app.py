@@ -8,9 +8,11 @@ import json
 import stat
 from pathlib import Path
 
+import pytest
 from aiohttp import web
 
 from relax_hpc.base.rundir import RunDir
+from relax_hpc.service import app as app_module
 from relax_hpc.service.address import (
     ServiceAddress,
     address_file,
@@ -55,6 +57,57 @@ def test_requests_need_the_token_and_members_only_reach_their_paths(tmp_path: Pa
                 await running.live.wait_for_change(10.0)
             assert (await running.ask("GET", paths[0], token=member)).status == 401
             assert running.limits.refused == {"unauthorized": 7, "forbidden": 2}
+
+    asyncio.run(play())
+
+
+def test_members_wait_until_their_tokens_are_known(tmp_path: Path) -> None:
+    """A member takes 401 for a revoked token, and ends."""
+
+    async def play() -> None:
+        async with service(tmp_path, with_hub=False) as running:
+            answer = await running.ask("GET", "/members/connect", token="token of a member")
+            assert (answer.status, answer.code) == (503, "hub_away")
+            for path, token in (("/openapi.json", "x"), ("/members/connect", "")):
+                assert (await running.ask("GET", path, token=token)).status == 401
+
+    asyncio.run(play())
+
+
+def test_clients_without_the_token_do_not_use_up_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "_MAX_CONCURRENT", 1)
+
+    async def play() -> None:
+        async with service(tmp_path) as running:
+            host, port = running.url.removeprefix("http://").split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /page/login HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.2)
+            assert (await running.ask("GET", "/openapi.json")).status == 200
+            writer.close()
+            many = await running.ask("POST", "/page/login", data=b"a=1&b=2&c=3&d=4&e=5", token="")
+            assert many.status == 400
+
+    asyncio.run(play())
+
+
+def test_a_repeated_request_for_a_token_adds_one(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with service(tmp_path) as running:
+            operations = running.supervisor.operations
+            first, second = [
+                await running.live.ask(operations.add_token(digest_token(b"member")))
+                for _ in range(2)
+            ]
+            assert first == second
+            await running.live.ask(operations.revoke_token(first))
+            again = await running.live.ask(operations.add_token(digest_token(b"member")))
+            while [token.id for token in running.live.wanted.tokens] != []:
+                await running.live.wait_for_change(1.0)
+            assert again == first
 
     asyncio.run(play())
 

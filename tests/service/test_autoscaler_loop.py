@@ -80,6 +80,32 @@ def test_two_autoscalers_create_one_operation(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+def test_a_target_that_lost_engines_fill_creates_no_operation(tmp_path: Path) -> None:
+    """The hub counts them, the autoscaler does not."""
+
+    async def play() -> None:
+        async with service(tmp_path, scaled()) as running:
+            await until_reported(running)
+            operations = running.live.client.operations
+            urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
+            created = await running.live.ask(operations.create(OUT, {"engine_urls": urls}))
+            for state in ("active", "lost"):
+                for name in created.operation.engines:
+                    await running.live.ask(operations.report_engine(name, state))
+            while [engine.state for engine in running.live.wanted.external] != ["lost"] * 3:
+                await running.live.wait_for_change(1.0)
+            autoscaler = Autoscaler(running.live)
+            autoscaler.policy.cooldown = 0.0
+            for _ in range(2):
+                overload(autoscaler)
+                decision = await autoscaler.evaluate()
+                assert decision.target > decision.engines
+            assert len(await running.live.ask(operations.list())) == 1
+            assert autoscaler.counts["without_effect"] == 2
+
+    asyncio.run(play())
+
+
 def test_a_dry_run_and_a_used_budget_only_explain(tmp_path: Path) -> None:
     async def play() -> None:
         config = scaled(dry_run=True, budget_node_hours=1.0)

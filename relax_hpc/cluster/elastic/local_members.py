@@ -19,11 +19,13 @@ class LocalMembers:
         self._run = supervisor.run
 
     def groups(self) -> dict[str, GroupState]:
-        table = self._supervisor.table
+        # In this order: the supervisor adds a group to its table before it answers the request, so
+        # that a group that starts is always in one of both.
+        pending, table = self._pending(), self._supervisor.table
         names = [name for name in table.names if base_name(name, {self._group})]
         starting = [
             request.group
-            for request in self._pending()
+            for request in pending
             if request.op == "start" and request.group not in names
         ]
         found = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -36,6 +37,8 @@ _ANSWER_S = 10.0
 """Seconds to wait for an answer of the hub."""
 _REPORT_S = 2.0
 """Most seconds between two reports of the groups. A new hub has none of them."""
+_FAILED_S = 30.0
+"""Seconds until the next round after an error that should not occur."""
 SUBMITTING = "submitting"
 """Identifier of a start that may have happened, in `Operation.jobs`."""
 
@@ -93,6 +96,12 @@ class Reconciler:
                     failure = str(error)
                     print(f"reconciler: {failure}", flush=True)
                 self._closing.wait(1.0)
+            except Exception:
+                # Without this thread, the operation would wait for its deadline, and so would all
+                # later ones.
+                if not self._closing.is_set():
+                    print(f"reconciler: {traceback.format_exc().rstrip()}", flush=True)
+                self._closing.wait(_FAILED_S)
 
     def _is_fenced(self) -> bool:
         """Whether a newer supervisor has taken over."""
@@ -216,6 +225,8 @@ class Reconciler:
             self._own_starts.discard((operation.id, name))
             self._advance(operation, CREATING, detail=str(error))
             return False
+        # If the hub does not get this report, the next round looks for the job.
+        self._own_starts.discard((operation.id, name))
         self._advance(operation, CREATING, jobs={name: start})
         return True
 

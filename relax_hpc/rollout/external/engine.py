@@ -105,6 +105,7 @@ class RemoteEngine:
             rollout.groups_per_request * self._config.samples_per_prompt,
             route_shape_of_model(self._model_dir, self._config.model),
             load_format=_LOADER,
+            vocabulary=preflight.vocabulary_size(self._model_dir),
         )
 
     async def start(self) -> None:
@@ -117,7 +118,8 @@ class RemoteEngine:
             raise EngineFault("connection", f"{self._address.url}: /health gave no answer")
         self.phase = PREFLIGHT
         info = await self._client.server_info(_FIRST_ANSWER_S)
-        self.seed = info.get("random_seed")
+        seed = info.get("random_seed")
+        self.seed = seed if isinstance(seed, int) else None
         await self._check_files(str(info.get("model_path")))
         preflight.check_flags(info, self._required_flags())
         data_ranks = info.get("dp_size")
@@ -200,13 +202,17 @@ class RemoteEngine:
         self._is_updating = True
         self._given.add(version.encode())
         try:
-            if self._address.has_member or not is_local(self._address.url):
-                directory = await self._shared.publish(directory, version)
-            if self._address.has_member:
-                # Before the update, during which responses pause.
-                limit_s = self._config.weights.read_timeout_s + 4 * read_seconds(directory)
-                await self._client.ask(MEMBER_FETCH, {"version": str(version)}, limit_s)
-            await self._client.update_weights(directory, version)
+            async with contextlib.AsyncExitStack() as stack:
+                has_member = self._address.has_member
+                # In a thread, because a name server may not answer for long.
+                if has_member or not await asyncio.to_thread(is_local, self._address.url):
+                    published = self._shared.published(directory, version)
+                    directory = await stack.enter_async_context(published)
+                if has_member:
+                    # Before the update, during which responses pause.
+                    limit_s = self._config.weights.read_timeout_s + 4 * read_seconds(directory)
+                    await self._client.ask(MEMBER_FETCH, {"version": str(version)}, limit_s)
+                await self._client.update_weights(directory, version)
             self._version, self.pause_s = version, self._client.pause_s
         except OSError as error:
             raise EngineFault("update_failed", f"{version}: {error}") from error
@@ -266,7 +272,8 @@ def is_local(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     try:
         entries = socket.getaddrinfo(host, None)
-    except OSError:
+    except (OSError, UnicodeError):
+        # getaddrinfo raises UnicodeError if a label of the name is too long.
         return False
     own = {item.address for item in chain.from_iterable(psutil.net_if_addrs().values())}
     addresses = {str(entry[4][0]) for entry in entries}

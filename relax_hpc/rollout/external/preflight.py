@@ -63,6 +63,19 @@ def describe_model(directory: Path) -> ModelFiles:
     return files
 
 
+def vocabulary_size(directory: Path) -> int:
+    """Number of token ids of the model in a Hugging Face model directory; 0: unknown."""
+    try:
+        config = parse_json(read_regular(directory / "config.json"))
+    except (OSError, ValueError):
+        return 0
+    for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        size = part.get("vocab_size") if isinstance(part, dict) else None
+        if isinstance(size, int):
+            return size
+    return 0
+
+
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -142,7 +155,8 @@ def _missing_flags(info: Mapping[str, Any], required: RequiredFlags) -> Iterator
         yield f"{value('enable_return_routed_experts')}, expected true (model.routing_replay)"
     if info.get("dtype") not in (required.dtype, "auto"):
         yield f"{value('dtype')}, expected {required.dtype}"
-    if info.get("random_seed") in required.taken_seeds:
+    seed = info.get("random_seed")
+    if isinstance(seed, int) and seed in required.taken_seeds:
         yield f"{value('random_seed')}, which another engine has, expected another number"
     context = info.get("context_length")
     if isinstance(context, int) and context < required.min_context_tokens:

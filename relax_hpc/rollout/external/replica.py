@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,6 +75,8 @@ class ExternalReplica(Replica):
         self.active_since = 0.0
         """Time of its first version on the monotonic clock, in seconds; 0: it has none yet."""
         self._bad_answers = 0
+        self._bad_samples = Counter[tuple[str, int]]()
+        """Unusable responses in a row for each sample of a prompt."""
 
     def rotate_log(self) -> None:
         """Do nothing: the program that started the engine writes its log."""
@@ -156,10 +159,16 @@ class ExternalReplica(Replica):
     ) -> Generation | BadAnswer:
         """As `Replica.ask_once`, but each BadAnswer is raised as EngineRetry."""
         answer = await super().ask_once(request, counts_failure)
+        sample = request.prompt_id, request.sample
         if isinstance(answer, BadAnswer):
+            self._bad_samples[sample] += 1
             await self.handle_fault(answer, self.engine, counts_failure)
+            if self._bad_samples[sample] >= _MAX_BAD_ANSWERS:
+                # Usable responses to other prompts in between must not keep its ticket here.
+                self.lose(answer)
             raise EngineRetry from answer
         self._bad_answers = 0
+        self._bad_samples.pop(sample, None)
         return answer
 
     async def load_version(self, announced: PublishedVersion) -> None:
@@ -178,8 +187,11 @@ class ExternalReplica(Replica):
             return
         loading.result()
         if not self.active_since:
+            comparing = await self.until_leaving(self._compare(version))
+            if comparing.cancelled():
+                return
             try:
-                is_compared = await self._compare(version)
+                is_compared = comparing.result()
             except JoinRefused as error:
                 self.lose(error)
                 return

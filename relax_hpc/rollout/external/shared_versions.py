@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from relax_hpc.base.rundir import write_json
@@ -24,16 +26,25 @@ class SharedVersions:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._copying = asyncio.Lock()
+        self._users = Counter[str]()
+        """Engines that load a version now, by its name."""
 
-    async def publish(self, staged: Path, version: Version) -> Path:
+    @contextlib.asynccontextmanager
+    async def published(self, staged: Path, version: Version) -> AsyncIterator[Path]:
         """Folder with a copy of the model directory ``staged`` of ``version``, and the checksums of
-        its files. Older copies are removed. OSError: the disk is full, or it cannot be written."""
+        its files. It stays while the body runs, also if an engine loads for longer than two
+        training steps. Older copies are removed. OSError: the disk is full, or it cannot be
+        written."""
         target = self.root / str(version)
-        async with self._copying:
-            if not target.exists():
-                await asyncio.to_thread(self._copy, staged, target)
-                await asyncio.to_thread(self._remove_old)
-        return target
+        self._users[target.name] += 1
+        try:
+            async with self._copying:
+                if not target.exists():
+                    await asyncio.to_thread(self._copy, staged, target)
+                    await asyncio.to_thread(self._remove_old)
+            yield target
+        finally:
+            self._users[target.name] -= 1
 
     def _copy(self, staged: Path, target: Path) -> None:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,7 +64,8 @@ class SharedVersions:
     def _remove_old(self) -> None:
         with contextlib.suppress(OSError):
             for path in sorted(self.root.glob("i*-v*"))[:-_KEPT]:
-                shutil.rmtree(path, ignore_errors=True)
+                if self._users[path.name] <= 0:
+                    shutil.rmtree(path, ignore_errors=True)
 
     async def clear(self) -> None:
         """Remove all copies. No engine reads them any more."""

@@ -120,7 +120,9 @@ def count_reversals(operations: Sequence[Operation], since_s: float) -> int:
     reversals = 0
     former: Operation | None = None
     for operation in operations:
-        if operation.created_at < since_s or operation.state == NOOP:
+        # A member process that joins is no client that reverses a decision.
+        is_join = bool(operation.body.get("members"))
+        if operation.created_at < since_s or operation.state == NOOP or is_join:
             continue
         is_own = operation.key.startswith(KEY)
         if former and former.key.startswith(KEY) and not is_own:

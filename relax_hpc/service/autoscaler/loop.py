@@ -12,7 +12,7 @@ from typing import Any
 
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.base.rundir import write_atomic
-from relax_hpc.queue.operations import IN, OUT, Operation, OperationRefused
+from relax_hpc.queue.operations import IN, NOOP, OUT, Operation, OperationRefused
 from relax_hpc.service.autoscaler.live_inputs import (
     KEY,
     count_engines,
@@ -157,6 +157,12 @@ class Autoscaler:
         create = self.live.client.operations.create
         body = self.make_body(kind, decision.target)
         try:
+            # The hub also counts engines that are lost. An operation without an effect would be
+            # stored again at each decision, and in the end replace all earlier ones.
+            dry = await self.live.ask(create(kind, {**body, "dry_run": True}, timeout=HUB_S))
+            if dry.operation.state == NOOP:
+                self.counts["without_effect"] += 1
+                return
             await self.live.ask(create(kind, body, key, timeout_s, timeout=HUB_S))
         except OperationRefused as refusal:
             # Another client was faster, or the target is not possible; later decisions see it.

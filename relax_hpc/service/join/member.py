@@ -148,7 +148,7 @@ class EngineMember:
         if kind == relay.REQUEST:
             task = asyncio.create_task(self._answer(socket, number, message))
             self._requests[number] = task
-            task.add_done_callback(lambda _: self._requests.pop(number, None))
+            task.add_done_callback(lambda done: self._forget(number, done))
         elif kind == relay.CANCEL and number in self._requests:
             self._requests[number].cancel()
         elif kind == relay.STATE:
@@ -159,6 +159,11 @@ class EngineMember:
                 f"the engine has left: {reason} {detail}" if reason else "the engine has left"
             )
             self._end = EXIT_CONFIG if reason else EXIT_DONE
+
+    def _forget(self, number: int, done: asyncio.Task[None]) -> None:
+        # Each connection counts from 1, so that a later request may have the same number.
+        if self._requests.get(number) is done:
+            del self._requests[number]
 
     def _say(self, text: str) -> None:
         if text and text != self._last_state:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.cluster.slurm.commands import Slurm
-from relax_hpc.net.http_limits import TooLargeError, read_body
+from relax_hpc.net.http_limits import read_body
 from relax_hpc.ops.observe.status import SLURM_S
 from relax_hpc.rollout.sample_log import Sample
 from relax_hpc.service.app import LIMITS, TOKEN, error_response
@@ -79,9 +79,10 @@ class _Page:
             return _repeat_form("Another site has sent this form.", 403)
         try:
             body = await read_body(request, _FORM_BYTES)
-        except (TooLargeError, TimeoutError, web.RequestPayloadError):
+            fields = parse_qs(body.decode("ascii", errors="replace"), max_num_fields=4)
+        except (ValueError, TimeoutError, web.RequestPayloadError):
+            # ValueError: TooLargeError, or too many fields.
             return _repeat_form("The form could not be read.", 400)
-        fields = parse_qs(body.decode("ascii", errors="replace"), max_num_fields=4)
         given = fields.get("token", [""])[0].strip()
         token = request.app[TOKEN]
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), token):

@@ -308,6 +308,11 @@ def _record_engine(
 def add_token(service: QueueService, request: Request, digest: str, label: str = "") -> Any:
     """Add a token of member processes, by its digest; the answer has its id."""
     operations = service.state.operations
+    # After a restart of the hub, the client repeats a request whose answer it has not received. A
+    # second token with this digest would remain valid when one of them is revoked.
+    for former in operations.tokens.values():
+        if former.digest == digest[:_MAX_TEXT]:
+            return {"id": former.id}
     token = MemberToken(
         id=f"mt-{operations.token_count + 1:06d}",
         digest=digest[:_MAX_TEXT],

@@ -67,12 +67,14 @@ class SglangClient:
         routes: RouteShape | None = None,
         placeholders: Mapping[str, int] = NO_PLACEHOLDERS,
         load_format: str = "",
+        vocabulary: int = 0,
     ) -> None:
         """``key``: the server's API key; empty: it has none. ``version``: the version that the
         server serves. ``partial``: how an update treats running requests. ``max_batch``: most
         responses of one HTTP request. ``routes``: shape of the expert routes to request; None:
         request none. ``placeholders``: placeholder tokens of media by kind; they are never sampled.
-        ``load_format``: SGLang's loader of updates; empty: see `_load_format`."""
+        ``load_format``: SGLang's loader of updates; empty: see `_load_format`.
+        ``vocabulary``: number of token ids; 0: unknown."""
         headers = {"Content-Type": "application/json"}
         self._key = {"Authorization": f"Bearer {key}"} if key else {}
         self._forced_load_format = load_format
@@ -91,7 +93,7 @@ class SglangClient:
         )
         self._settings, self._version = settings, version
         self._partial, self._routes = partial, routes
-        self._placeholders = placeholders
+        self._placeholders, self._vocabulary = placeholders, vocabulary
         self._silence = SilenceTimeout(settings.request_timeout_s)
         self._ranks = DataRanks(settings.flags.get("dp_size", 1))
         self._numbers = itertools.count()
@@ -123,7 +125,7 @@ class SglangClient:
                 raise EngineFault(
                     "update_failed", "the last update failed; the server's weights are unknown"
                 )
-            response = StreamedResponse(request, self._version, self._routes)
+            response = StreamedResponse(request, self._version, self._routes, self._vocabulary)
             with self._ranks.assign(request.session) as response.rank:
                 if not response.answer.done():
                     self._batcher.add(response)

@@ -25,6 +25,7 @@ from relax_hpc.rollout.engines.engine import (
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
 _STREAM_END = b"[DONE]"
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 class EventParser:
@@ -89,10 +90,16 @@ class StreamedResponse:
     """
 
     def __init__(
-        self, request: GenerateRequest, version: Version, routes: RouteShape | None = None
+        self,
+        request: GenerateRequest,
+        version: Version,
+        routes: RouteShape | None = None,
+        vocabulary: int = 0,
     ) -> None:
         """``version``: the version that the server serves at the time of the request. ``routes``:
-        shape of the routes that it sends; None: it sends none."""
+        shape of the routes that it sends; None: it sends none. ``vocabulary``: number of token ids;
+        0: unknown."""
+        self._vocabulary = vocabulary or _MAX_TOKEN_ID + 1
         self.request, self.version = request, version
         self._draft = request.draft or Draft()
         self._drafted = self._draft.partial()
@@ -137,6 +144,7 @@ class StreamedResponse:
             return
         try:
             token_ids, meta = piece["output_ids"], piece["meta_info"]
+            self._check_token_ids(token_ids)
             self._check_prompt(piece.get("prompt_token_ids"))
             logprobs = self._read_logprobs(meta)
             self._token_ids += token_ids
@@ -156,6 +164,17 @@ class StreamedResponse:
                     "http_error", f"/generate: unexpected answer, {error!r} in {str(piece)[:300]}"
                 )
             )
+
+    def _check_token_ids(self, token_ids: list[int]) -> None:
+        """BadAnswer if a token is none of the model. It would end other engines, which continue the
+        draft, and the trainer."""
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < self._vocabulary:
+                raise BadAnswer(
+                    "http_error",
+                    f"/generate: found the token {token!r:.40}, allowed: 0 to "
+                    f"{self._vocabulary - 1}",
+                )
 
     def _check_prompt(self, received: list[int] | None) -> None:
         """BadAnswer if the server has processed other tokens than it was sent. It reports them for
