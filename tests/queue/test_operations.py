@@ -340,3 +340,16 @@ def test_a_watcher_gets_each_change_and_only_supervisors_report_groups(tmp_path:
         assert requests.list(OUT, ["PENDING"]).result() == [made.operation]
         with pytest.raises(DeadlineError):
             requests.watch(watching.result().revision, 0.05).result()
+
+
+def test_an_engine_that_serves_nothing_keeps_no_version(make_hub) -> None:
+    hub = make_hub()
+    hub.create(OUT, engine_urls=URLS[:1])
+    weights = hub.state.weights
+    for name, version in (("rollout/0", Version(1, 3)), ("rollout/1000", Version(0, 0))):
+        hub.request("serve", group="rollout", reader=name, version=str(version))
+    weights.published = {Version(1, number): "digest" for number in range(4)}
+    weights.newest = Version(1, 3)
+    assert weights.retirable(0) == [Version(1, number) for number in range(3)]
+    hub.request("engine_report", group="rollout", name="rollout/1000", state="left")
+    assert set(weights.readers) == {"rollout/0"}

@@ -96,8 +96,9 @@ class Socket:
         message = unpack(data)
         self.cancelled += message["kind"] == "cancel"
         waiting = self.connection._answers.get(message["number"])
-        for answer in self._answers if waiting and message["kind"] == "request" else ():
-            waiting.put_nowait(unpack(pack(**answer)))
+        if waiting and message["kind"] == "request":
+            for answer in self._answers:
+                waiting.put_nowait(unpack(pack(**answer)))
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,9 @@ def change_engine(state: QueueState, number: int, changes: dict[str, Any]) -> No
     engine = state.operations.external[number]
     for name, value in changes.items():
         setattr(engine, name, value)
+    if engine.state == LEFT:
+        # Its name is never used again.
+        state.weights.readers.pop(engine.name, None)
     state.operations.forget_oldest()
     _note_change(state)
 

@@ -56,7 +56,9 @@ class Weights:
         # Versions that are only in memory are lost if the actor dies. So the newest on disk is
         # kept.
         kept = [self.newest_filed(), self.newest_filed(refresh_every) if refresh_every else None]
-        wanted = [self.newest, *(version for _, version in self.readers.values())]
+        # A reader that has left, or is lost, serves nothing, and must not keep all versions.
+        served = [version for _, version in self.readers.values() if version.incarnation]
+        wanted = [self.newest, *served]
         wanted += [version for version in kept if version is not None]
         floor = min(wanted)
         return sorted(version for version in self.published if version < floor)
