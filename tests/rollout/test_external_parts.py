@@ -80,7 +80,8 @@ def test_a_seed_may_be_anything() -> None:
         min_context_tokens=1,
     )
     info = {"incremental_streaming_output": True, "stream_interval": 8, "dtype": "float32"}
-    for seed in ([], {}, None, "1", 2):
+    seeds: list[Any] = [[], {}, None, "1", 2]
+    for seed in seeds:
         check_flags(info | {"random_seed": seed}, required)
 
 
