@@ -57,6 +57,12 @@ EXTRAS = {
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
 # Not among all: some of what it needs has no wheels.
 EXTRAS["puzzles"] = ["reasoning_gym>=0.1.25"]
+# Not among all: trackers are optional, and trackio needs another release of pillow.
+EXTRAS["wandb"] = ["wandb>=0.31"]
+EXTRAS["trackio"] = ["trackio>=0.43"]
+EXTRAS["mlflow"] = ["mlflow-skinny>=3.17"]
+# Not among all: the use, power and errors of NVIDIA's GPUs are optional.
+EXTRAS["nvml"] = ["nvidia-ml-py>=12"]
 
 
 def long_description() -> str:

@@ -209,6 +209,8 @@ async def get_engines(request: web.Request) -> web.Response:
         live.present = await live.ask(live.client.operations.present(timeout=_PRESENT_S))
     if live.status is None or live.present is None:
         raise HubAwayError("the hub of the run has not answered yet")
+    if not live.present.is_reported:
+        raise HubAwayError("the supervisor of the run has not reported its groups yet")
     engines = describe_engines(live.status, live.present, live.wanted)
     groups = [
         {"group": name, **group, "is_pending": group.get("state") != "running"}

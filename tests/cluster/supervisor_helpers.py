@@ -27,6 +27,7 @@ from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.process import STOP_SIGNALS
 from relax_hpc.net.rendezvous.roster import claim_incarnation
+from relax_hpc.queue.client.operations import OperationRequests
 from relax_hpc.queue.client.status import StatusRequests
 from tests.helpers.queue_helpers import make_run
 
@@ -76,6 +77,7 @@ class Hub:
     def __init__(self, run: RunDir, config: Config, name: str, incarnation: int) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.status = StatusRequests(self.submit)
+        self.operations = OperationRequests(self.submit)
 
     def submit(self, op: str, timeout: float | None = None, **args: Any) -> Future:
         self.told.append((op, args))

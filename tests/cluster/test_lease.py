@@ -402,6 +402,7 @@ def test_a_version_that_is_staged_while_groups_are_ended_is_removed_too(
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(head, "Supervisor", lambda *_: Stops())
+    monkeypatch.setattr(head, "make_reconciler", lambda *_: None)
     monkeypatch.setattr(head, "prepare", lambda *_: True)
     ours: Any = Head(run, Config(layout="jobs"), group)
     monkeypatch.setattr(ours, "_await_hub", lambda *_: True)

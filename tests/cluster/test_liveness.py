@@ -22,7 +22,13 @@ STARTED: Any = object()
 def status(beats: dict[str, Any]) -> SimpleNamespace:
     """What of a `QueueStatus` is looked at."""
     return SimpleNamespace(
-        beats=beats, trained_steps=3, accepted=40, checkpoints=[{}], lacking={}, disk=[]
+        beats=beats,
+        trained_steps=3,
+        accepted=40,
+        checkpoints=[{}],
+        lacking={},
+        readers={},
+        disk=[],
     )
 
 

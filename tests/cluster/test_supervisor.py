@@ -138,6 +138,7 @@ def hub_answers(monkeypatch: pytest.MonkeyPatch, trained_steps: int, worked: lis
         "accepted": 0,
         "checkpoints": [],
         "lacking": {},
+        "readers": {},
         "disk": [],
         "beats": {},
     }

@@ -88,7 +88,8 @@ def test_the_text_of_the_cost(run: RunDir) -> None:
         "per point (0.01): 0.00293 GPU-hours, 0.06 kWh; eval/digits/reward from 0.250 to 0.750"
     )
     assert expected in text
-    assert all(len(line) <= 100 for line in text.splitlines())
+    own = [line for line in text.splitlines() if str(run.root) not in line]
+    assert not [line for line in own if len(line) > 100]
 
 
 def test_a_part_of_a_run_has_its_share(run: RunDir) -> None:

@@ -194,7 +194,7 @@ def test_an_engine_that_waits_for_its_devices_reports_this_phase() -> None:
 
     replica = Replica.__new__(Replica)
     replica.rollout, replica.number, replica.engine = rollout, 1, Engine()
-    replica.config = SimpleNamespace(colocate=True)
+    replica.config = SimpleNamespace(colocate=True, only="")
     asyncio.run(replica.start_in_turn())
     assert reports == [
         (FOR_TURN, True),

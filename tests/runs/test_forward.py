@@ -94,8 +94,12 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     )
     parallel = SimpleNamespace(pack_tokens=9, parallel=SimpleNamespace(data=1))
     about = {"forward": parallel, "placeholders": {}, "routes": None}
+    profiler = SimpleNamespace(reach=lambda step: None, close=lambda: None)
     scorer = SimpleNamespace(
-        **about, load=lambda data: None, score=lambda rows: [np.zeros(1, np.float32)]
+        **about,
+        profiler=profiler,
+        load=lambda data: None,
+        score=lambda rows: [np.zeros(1, np.float32)],
     )
     forward._lead(context, ranks, scorer, every=1)
     assert client.given_back == [7]

@@ -13,6 +13,7 @@ import torch
 
 from relax_hpc.algorithms import DrGrpo, Grpo, M2po
 from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config, OptimizerConfig
 from relax_hpc.roles.forward import Scorer
 from relax_hpc.roles.inner_forward import InnerRoles
@@ -201,7 +202,14 @@ def test_a_reference_group_scores_masked_tokens_if_they_pay_for_their_divergence
         media=lambda rows: None,
         collect=lambda rows, numbers, values, tail: values,
     )
-    context = SimpleNamespace(config=config, role="reference", model=tiny)
+    context = SimpleNamespace(
+        run=RunDir(tiny.parent / "run"),
+        config=config,
+        group="reference",
+        role="reference",
+        world=SimpleNamespace(rank=0),
+        model=tiny,
+    )
     for row, scores in zip(samples, Scorer(context, ranks, tiny).score(samples), strict=True):
         assert np.array_equal(scores != 0, row["token_versions"] > 0) == bool(kl_in_reward)
         assert not row["loss_mask"].any(), "the mask of the loss does not change"
