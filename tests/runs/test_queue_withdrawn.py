@@ -193,7 +193,7 @@ def test_engines_that_leave_and_come_back_take_no_tickets_along(tmp_path: Path) 
                 scale.remove_engines(str(live.run.root), "rollout", "1")
                 live.wait_until(lambda: not serves(hub), "engine 1 has left", 90)
                 scale.remove_engines(str(live.run.root), "rollout", "")
-                live.wait_until(lambda: serves(hub), "engine 1 is back", 30)
+                live.wait_until(lambda: serves(hub), "engine 1 is back", 90)
                 goal = state(hub)["trained_steps"] + 3
                 live.wait_until(
                     lambda goal=goal: state(hub)["trained_steps"] >= goal, "steps go on", 60
