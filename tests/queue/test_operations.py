@@ -96,6 +96,12 @@ def test_targets_use_removed_engines_first_and_round_up_to_whole_groups(make_hub
     assert made["state"] == "PENDING" and made["id"] == "so-000001"
 
 
+def test_new_groups_have_as_many_engines_as_the_resubmitted_group(make_hub) -> None:
+    hub = make_hub()
+    hub.report({"rollout": 1})
+    assert hub.create(OUT, groups=2)["engines"] == ["rollout-2/0"]
+
+
 def test_the_last_engines_leave_first_and_one_of_each_process_stays(make_hub) -> None:
     groups = {"rollout": 4, "rollout-2": 4, "rollout-10": 4}
     for target, engines in (

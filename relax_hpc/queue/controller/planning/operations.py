@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -162,6 +162,8 @@ def plan_operation(
             "number is fixed; stop the run and resume it with another rollout.replicas"
         )
         raise OperationRefused("colocate", text)
+    # A resubmission may have changed the engines of a group. New members have the same number.
+    plan = replace(plan, engines=present.groups.get(plan.group, plan.engines))
     chosen = _choose(operations, present, plan, kind, body)
     return _make_operation(operations, plan, kind, body, key, digest, now, timeout_s, chosen)
 
