@@ -57,6 +57,8 @@ from relax_hpc.roles.start_ahead import NotNeededError, wait_to_begin
 from relax_hpc.training.weights.node_cache import clear_staging
 
 if TYPE_CHECKING:
+    from relax_hpc.base.metrics.resource_sampler import ResourceSampler
+    from relax_hpc.net.rendezvous.world import World
     from relax_hpc.queue.client import QueueClient
 
 ROLLOUT_SECTIONS = ("rollout", "data", "environment", "eval", "reward", "genrm")
@@ -105,9 +107,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
         if not controller.run(run, config, args.incarnation, stop):
             raise StoppedError("asked to stop before the run was finished")
         return
-    from relax_hpc.base.metrics.resource_sampler import ResourceSampler
     from relax_hpc.base.metrics.spans import Spans, process_start_time
-    from relax_hpc.config.gpus import gpu_vendor
     from relax_hpc.net.rendezvous.network import own_address
     from relax_hpc.net.rendezvous.roster import GroupCard, publish_card
     from relax_hpc.net.rendezvous.visible_gpus import check_visible_gpus
@@ -146,15 +146,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
     if world.is_leader and args.group != "hub":
         publish_card(run, GroupCard(args.group, args.incarnation, world.cards))
     spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role, began)
-    resources = ResourceSampler(
-        logs,
-        args.role,
-        world.rank,
-        config.metrics.resources_s,
-        gpu_vendor(config) if world.local_rank == 0 and config.model.device == "cuda" else None,
-        gathers=world.is_leader and world.size > 1,
-        on_gpu_error=partial(note_gpu_error, client, args.group) if client else None,
-    )
+    resources = start_resource_sampler(args, config, world, logs, client)
     context = Context(
         run,
         config,
@@ -189,6 +181,29 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
         spans.close()
         if client:
             client.close()
+
+
+def start_resource_sampler(
+    args: argparse.Namespace,
+    config: Config,
+    world: World,
+    logs: Path,
+    client: QueueClient | None,
+) -> ResourceSampler:
+    """Start to sample the resources of this process. The first rank of a node samples its GPUs."""
+    from relax_hpc.base.metrics.resource_sampler import ResourceSampler
+    from relax_hpc.config.gpus import gpu_vendor
+
+    samples_gpus = world.local_rank == 0 and config.model.device == "cuda"
+    return ResourceSampler(
+        logs,
+        args.role,
+        world.rank,
+        config.metrics.resources_s,
+        gpu_vendor(config) if samples_gpus else None,
+        gathers=world.is_leader and world.size > 1,
+        on_gpu_error=partial(note_gpu_error, client, args.group) if client else None,
+    )
 
 
 def note_gpu_error(client: QueueClient, group: str, node: str, code: str) -> None:

@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import Counter
 
 from relax_hpc.net.rendezvous.network import own_address
 from relax_hpc.queue.process_context import Context
 from relax_hpc.roles.event_loop import run_until_stopped
-from relax_hpc.rollout.agents.gateway.front import Front
+from relax_hpc.roles.refusals import report_refusals
 from relax_hpc.rollout.agents.gateway.serving import gateway
 
-_REPORT_S = 5.0
-"""Seconds between two reports of refused requests."""
 _AGENT_REQUESTS = ("rollout", "requests of agents")
 """Cause of its waits: the engines do the work."""
 
@@ -27,7 +23,9 @@ def run(context: Context) -> None:
         address = own_address(context.config, context.group)
         async with gateway(context.run, context.incarnation, address) as service:
             context.report_phase("")
-            reporting = asyncio.create_task(_report_refusals(context, service.front))
+            reporting = asyncio.create_task(
+                report_refusals(context.client.status, "gateway", service.front.refused)
+            )
             over = asyncio.ensure_future(asyncio.wrap_future(context.client.status.run_finished()))
             try:
                 with context.spans("wait", cause=_AGENT_REQUESTS):
@@ -40,18 +38,3 @@ def run(context: Context) -> None:
                 await asyncio.gather(reporting, return_exceptions=True)
 
     run_until_stopped(serve, context.stop)
-
-
-async def _report_refusals(context: Context, front: Front) -> None:
-    """Report the reasons of refused requests to the queue from time to time, and their numbers to
-    the log."""
-    assert context.client is not None
-    reported: Counter[str] = Counter()
-    while True:
-        await asyncio.sleep(_REPORT_S)
-        for reason, count in (front.refused - reported).items():
-            print(f"{count} requests refused: {reason}", flush=True)
-            note = context.client.status.note("gateway_refused", "gateway", reason)
-            with contextlib.suppress(Exception):
-                await asyncio.wrap_future(note)
-        reported = Counter(front.refused)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator
 
 from aiohttp import web
@@ -14,6 +13,7 @@ from relax_hpc.net.http_limits import HttpLimits
 from relax_hpc.net.rendezvous.network import LOOPBACK, own_address
 from relax_hpc.queue.process_context import Context
 from relax_hpc.roles.event_loop import run_until_stopped
+from relax_hpc.roles.refusals import report_refusals
 from relax_hpc.service import members_routes, metrics_routes
 from relax_hpc.service.address import ServiceAddress, make_token, publish_address, read_address
 from relax_hpc.service.app import Server, make_app
@@ -23,8 +23,6 @@ from relax_hpc.service.live_run import LiveRun
 from relax_hpc.service.operations_routes import operations_routes
 from relax_hpc.service.page import routes as page
 
-_REPORT_S = 5.0
-"""Seconds between two reports of refused requests."""
 _CAUSE = ("hub", "requests of clients")
 """Cause of its waits."""
 
@@ -44,7 +42,7 @@ def run(context: Context) -> None:
             tasks = [
                 asyncio.create_task(live.follow()),
                 asyncio.create_task(autoscaler.run()),
-                asyncio.create_task(_report_refusals(context, limits)),
+                asyncio.create_task(report_refusals(client.status, "api", limits.refused)),
             ]
             try:
                 with context.spans("wait", cause=_CAUSE):
@@ -108,18 +106,3 @@ def _listen(context: Context, former: ServiceAddress | None) -> socket.socket:
         with contextlib.suppress(OSError, ValueError, OverflowError):
             return socket.create_server((host, int(port)))
     return socket.create_server((host, 0))
-
-
-async def _report_refusals(context: Context, limits: HttpLimits) -> None:
-    """Report the reasons of refused requests to the queue from time to time, and their numbers to
-    the log."""
-    assert context.client is not None
-    reported: Counter[str] = Counter()
-    while True:
-        await asyncio.sleep(_REPORT_S)
-        for reason, count in (limits.refused - reported).items():
-            print(f"{count} requests refused: {reason}", flush=True)
-            note = context.client.status.note("api_refused", "api", reason)
-            with contextlib.suppress(Exception):
-                await asyncio.wrap_future(note)
-        reported = Counter(limits.refused)

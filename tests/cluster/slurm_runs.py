@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import subprocess
 import sys
 import time
@@ -214,41 +213,6 @@ class SlurmRun:
     def call(self, verb: str, *arguments: str) -> str:
         """Run a command on the run, which must succeed, and return its output."""
         return _call(self.sandbox, verb, str(self.run.root), *arguments)
-
-    def attach_terminal(self, *arguments: str, text: str) -> str:
-        """Type ``text`` into a shell beside a rank, and end the shell. Return the terminal's
-        output."""
-        terminal, end = pty.openpty()
-        command = [sys.executable, "-m", "relax_hpc", "attach", str(self.run.root), *arguments]
-        environment = os.environ | self.sandbox.environment() | {"SHELL": "/bin/sh", "TERM": "dumb"}
-        with subprocess.Popen(
-            command, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True
-        ) as process:
-            os.close(end)
-            os.write(terminal, f"{text}\nexit\n".encode())
-            output = b""
-            # Reading fails with EIO when the last process has closed the other end.
-            with contextlib.suppress(OSError):
-                while piece := os.read(terminal, 1 << 16):
-                    output += piece
-            process.wait(60)
-        os.close(terminal)
-        return output.decode(errors="replace")
-
-    def assert_can_be_inspected(self) -> None:
-        """Ranks show their stacks from their own nodes, and programs run beside them."""
-        stacks = self.call("stacks", "--group", "actor")
-        ranks, nodes = self.processes("actor"), self.nodes_of("actor")
-        for rank, process in enumerate(ranks):
-            title = f"== actor/actor rank {rank}, process {process.pid} on {nodes[rank]}"
-            assert title in stacks, stacks
-        assert stacks.count("trainer_role.py") >= len(ranks)
-        words = ["sh", "-c", 'echo "$SLURMD_NODENAME $RELAX_PID $RELAX_RANK"']
-        answer = self.call("attach", "--group", "actor", "--rank", "1", "--", *words)
-        assert answer.split() == [nodes[1], str(ranks[1].pid), "1"]
-        words = ["sh", "-c", "echo $RELAX_ROLE"]
-        answer = self.call("attach", "--group", "hub", "--role", "controller", "--", *words)
-        assert answer.split() == ["controller"]
 
     def last_value(self, tag: str) -> float | None:
         """Newest value of a metric; None: there is none."""

@@ -17,6 +17,7 @@ import pytest
 from relax_hpc.cluster.sandbox import Sandbox
 from relax_hpc.cluster.sandbox.processes import alive
 from relax_hpc.cluster.slurm.commands import parse_time
+from tests.cluster.inspection import assert_can_be_inspected
 from tests.cluster.slurm_runs import ENDLESS, LEASE_S, START_S, SlurmRun, kill_fault, submitted
 from tests.helpers.run_helpers import ALL, rollbacks, trained_steps
 from tests.helpers.slurm_sandbox import busy_but, preempt, requires_sandbox
@@ -206,7 +207,7 @@ def test_the_report_lists_restarts_and_staleness_is_bounded(live: SlurmRun) -> N
 
 @in_all
 def test_processes_of_components_can_be_inspected(live: SlurmRun) -> None:
-    live.assert_can_be_inspected()
+    assert_can_be_inspected(live)
 
 
 # -- ends of the run's jobs, with a successor ------------------------------------------------------

@@ -19,6 +19,7 @@ import pytest
 
 from relax_hpc.cluster.sandbox import Sandbox, processes
 from relax_hpc.cluster.sandbox.processes import command_line
+from tests.cluster.inspection import assert_can_be_inspected, attach_terminal
 from tests.cluster.slurm_runs import (
     ENDLESS,
     ENGINE_START_S,
@@ -296,9 +297,9 @@ def test_commands_show_what_it_is_at(live: SlurmRun) -> None:
 
 def test_its_processes_can_be_inspected(live: SlurmRun) -> None:
     """Each rank shows its stacks from its own node, and a shell opens beside it."""
-    live.assert_can_be_inspected()
-    answer = live.attach_terminal(
-        "--group", "actor", "--rank", "1", text="tty; echo rank=$RELAX_RANK"
+    assert_can_be_inspected(live)
+    answer = attach_terminal(
+        live, "--group", "actor", "--rank", "1", text="tty; echo rank=$RELAX_RANK"
     )
     assert "/dev/pts/" in answer and "rank=1" in answer, answer
     live.wait_until(lambda: live.last_value("resources/actor_processes") == 2, "both ranks", 60)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.base.versions import Version
 from relax_hpc.queue.controller.messages import Refused, Request, check_size
-from relax_hpc.queue.controller.planning.operations import (
+from relax_hpc.queue.controller.planning.operation_progress import (
     Change,
-    PresentEngines,
     advance_operation,
     follow_engines,
-    plan_operation,
 )
+from relax_hpc.queue.controller.planning.operations import PresentEngines, plan_operation
 from relax_hpc.queue.controller.registry import handles
 from relax_hpc.queue.controller.topics import OPERATIONS
 from relax_hpc.queue.controller.waiting import NotYet
