@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
@@ -15,3 +16,12 @@ def all_processes() -> Iterator[psutil.Process]:
     """
     psutil.process_iter.cache_clear()
     return psutil.process_iter()
+
+
+def command_text(process: psutil.Process, max_chars: int) -> str:
+    """Program and arguments of ``process`` in one line, cut to ``max_chars`` characters."""
+    arguments = [argument for argument in process.cmdline() if argument]
+    text = process.name()
+    if arguments:
+        text = " ".join([Path(arguments[0]).name, *arguments[1:]])
+    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."

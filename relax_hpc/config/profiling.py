@@ -53,7 +53,7 @@ class ProfilePlan:
 
     @property
     def last_step(self) -> int:
-        """Last step to profile; -1: there is none."""
+        """Last step to profile; -1: no step."""
         return self._steps[1] if self._steps else -1
 
     def includes(self, step: int) -> bool:

@@ -1,6 +1,6 @@
 """`relax-hpc track`: follow metrics.jsonl of a run, and send its lines to a tracker.
 
-The tracker works in a process of its own, as the trackers of `metrics.trackers` do. If it fails,
+The tracker works in a separate process, as the trackers of `metrics.trackers` do. If it fails,
 hangs or crashes, this command names and counts that, and starts it again later. No process of the
 run waits for either of them, and each of them may be killed: the next one continues after the last
 stored line.
@@ -79,7 +79,7 @@ class Claim:
         )
         self._beat_at = 0.0
         self.former = previous if previous and is_fresh(previous) else None
-        """Process that has to end first; None: there is none."""
+        """Process that has to end first, if there is one."""
         self._is_written = False
 
     def holds(self) -> bool:

@@ -31,6 +31,7 @@ from relax_hpc.base.metrics.resource_samples import (
     samples_path,
     tags_of_samples,
 )
+from relax_hpc.base.processes import command_text
 
 _ROTATION_BYTES, _KEPT_PARTS = 8 << 20, 4
 _MAX_NAME_CHARS = 40
@@ -178,7 +179,7 @@ class ProcessTree:
                     spent_s = times.user + times.system
                     memory_bytes, threads = process.memory_info().rss, process.num_threads()
                     descriptors = process.num_fds()
-                    name = "rank" if process is root else _name(process)
+                    name = "rank" if process is root else command_text(process, _MAX_NAME_CHARS)
                 self._before[key] = spent_s
                 gained_s = spent_s - before.get(key, 0.0)
                 self.cpu_s += gained_s
@@ -237,9 +238,3 @@ def is_visible(reading: GpuReading, visible: VisibleGpus | None) -> bool:
         entry == reading.number or (not entry.isdigit() and reading.uuid.startswith(entry))
         for entry in visible.entries
     )
-
-
-def _name(process: psutil.Process) -> str:
-    words = [word for word in process.cmdline() if word]
-    name = " ".join([Path(words[0]).name, *words[1:]]) if words else process.name()
-    return name[:_MAX_NAME_CHARS]

@@ -97,7 +97,7 @@ def read_last_samples(logs: Path) -> dict[tuple[str, int], Sample]:
 
 
 def _read_last(path: Path) -> Sample | None:
-    """The last complete sample in a file; None: there is none."""
+    """The last complete sample in a file; None: the file has none."""
     with contextlib.suppress(OSError):
         with open_in_run(path) as file:
             size = os.fstat(file.fileno()).st_size

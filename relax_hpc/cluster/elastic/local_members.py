@@ -28,11 +28,11 @@ class LocalMembers:
             for request in pending
             if request.op == "start" and request.group not in names
         ]
-        found = {}
+        states = {}
         for name in dict.fromkeys([self._group, *names, *starting]):
             state = RUNNING if name in table.supervised else WAITING
-            found[name] = GroupState(name, state)
-        return found
+            states[name] = GroupState(name, state)
+        return states
 
     def start(self, operation: Operation, name: str) -> str:
         self._request("start", name)

@@ -231,7 +231,7 @@ class Reconciler:
         return True
 
     def _recover(self, operation: Operation, name: str) -> str:
-        """Identifier of a start whose outcome this process does not know; empty: there is none."""
+        """Identifier of a start whose outcome this process does not know; empty: none."""
         key = operation.id, name
         if operation.jobs.get(name) != SUBMITTING or key in self._own_starts:
             return ""

@@ -43,17 +43,17 @@ class SlurmMembers:
     def groups(self) -> dict[str, GroupState]:
         """See `GroupMembers`. SlurmError: Slurm does not answer."""
         jobs = known_jobs(self._run, self._config, self._slurm)
-        found = {self._group: GroupState(self._group, RUNNING)}
+        states = {self._group: GroupState(self._group, RUNNING)}
         for name in self._member_names():
             entry = self._ledger.separate_job(name)
             if entry is None:
                 continue
             job = jobs.get(entry.job)
             if job is not None and job.state not in ENDED:
-                found[name] = self._describe(name, job)
+                states[name] = self._describe(name, job)
             elif job is None and time.time() - entry.time < _NEW_S:
-                found[name] = GroupState(name, WAITING, entry.job, detail="just submitted")
-        return found
+                states[name] = GroupState(name, WAITING, entry.job, detail="just submitted")
+        return states
 
     def _member_names(self) -> list[str]:
         names = {entry.group for entry in self._ledger.entries() if entry.kind == "group"}

@@ -70,59 +70,59 @@ class Observations:
 
 
 def find_conditions(
-    seen: Observations, config: Config, active: Collection[Key] = ()
+    observed: Observations, config: Config, active: Collection[Key] = ()
 ) -> dict[Key, str]:
     """Conditions that are true now, each with one line of text. ``active``: events that were
     raised and are not resolved; some of them end at another bound than they begin."""
     bounds = config.events
-    found: dict[Key, str] = {}
-    for group, wait in seen.awaited_groups.items():
+    conditions: dict[Key, str] = {}
+    for group, wait in observed.awaited_groups.items():
         if wait["since_s"] > bounds.waiting_s:
             text = f"{group}: {wait['why']}; others have waited for it {wait['since_s']:.0f} s"
-            found[WAITING, group] = text
+            conditions[WAITING, group] = text
     # The hub reports the waits for all other groups, but it cannot report its own absence.
-    if seen.hub_silent_s > bounds.waiting_s:
-        found[WAITING, "hub"] = f"hub: has not answered for {seen.hub_silent_s:.0f} s"
-    if seen.unsaved and seen.unsaved["seconds"] > bounds.unsaved_s:
-        found[UNSAVED, ""] = describe_unsaved_work(seen.unsaved)
-    for disk in seen.disks:
-        found[DISK, str(disk["path"])] = describe_wait(disk)
-    found |= _lost_engines(seen, config)
+    if observed.hub_silent_s > bounds.waiting_s:
+        conditions[WAITING, "hub"] = f"hub: has not answered for {observed.hub_silent_s:.0f} s"
+    if observed.unsaved and observed.unsaved["seconds"] > bounds.unsaved_s:
+        conditions[UNSAVED, ""] = describe_unsaved_work(observed.unsaved)
+    for disk in observed.disks:
+        conditions[DISK, str(disk["path"])] = describe_wait(disk)
+    conditions |= _lost_engines(observed, config)
     for event, text in (
-        (NO_PROGRESS, _stall(seen, config)),
-        (NON_FINITE, _non_finite(seen.steps)),
-        (GOODPUT, _low_goodput(seen.steps, bounds, (GOODPUT, "") in active)),
+        (NO_PROGRESS, _stall(observed, config)),
+        (NON_FINITE, _non_finite(observed.steps)),
+        (GOODPUT, _low_goodput(observed.steps, bounds, (GOODPUT, "") in active)),
     ):
         if text:
-            found[event, ""] = text
-    return found
+            conditions[event, ""] = text
+    return conditions
 
 
-def _lost_engines(seen: Observations, config: Config) -> dict[Key, str]:
+def _lost_engines(observed: Observations, config: Config) -> dict[Key, str]:
     """Engines that serve no version, and external engines that are lost."""
-    found: dict[Key, str] = {}
-    for name, version in seen.readers.items():
+    conditions: dict[Key, str] = {}
+    for name, version in observed.readers.items():
         group = base_name(name.partition("/")[0], config.groups)
         has_engines = bool(group) and "rollout" in config.groups[group].roles
         # An engine that has left, or is being replaced, reports a version without an incarnation.
         serves = bool(Version.parse(version).incarnation)
-        if has_engines and not serves and name not in seen.removed_engines:
-            found[ENGINE_LOST, name] = f"engine {name} serves no version of the weights"
-    for name, reason in seen.lost_engines.items():
-        found[ENGINE_LOST, name] = f"engine {name}: {reason or 'is lost'}"
-    return found
+        if has_engines and not serves and name not in observed.removed_engines:
+            conditions[ENGINE_LOST, name] = f"engine {name} serves no version of the weights"
+    for name, reason in observed.lost_engines.items():
+        conditions[ENGINE_LOST, name] = f"engine {name}: {reason or 'is lost'}"
+    return conditions
 
 
-def _stall(seen: Observations, config: Config) -> str:
+def _stall(observed: Observations, config: Config) -> str:
     """Text if no step has ended for too long although nothing is waited for; else empty."""
     # A wait is not a failure. Events `waiting` and `disk` report it.
-    if seen.awaited_groups or seen.disks:
+    if observed.awaited_groups or observed.disks:
         return ""
-    limit_s = stall_limit_s(seen.steps, config)
-    quiet_s = seen.now - seen.progress_since
+    limit_s = stall_limit_s(observed.steps, config)
+    quiet_s = observed.now - observed.progress_since
     if quiet_s <= limit_s:
         return ""
-    step = seen.steps[-1]["step"] if seen.steps else None
+    step = observed.steps[-1]["step"] if observed.steps else None
     last = "no step has ended" if step is None else f"no step has ended since step {step}"
     return f"{last}, for {quiet_s:.0f} s; expected at most {limit_s:.0f} s"
 

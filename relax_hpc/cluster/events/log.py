@@ -81,19 +81,19 @@ class EventLog:
             if condition.is_raised
         }
 
-    def update(self, found: Mapping[Key, str], now: float, step: int) -> list[Event]:
+    def update(self, true_conditions: Mapping[Key, str], now: float, step: int) -> list[Event]:
         """Events that follow from the conditions that are true ``now``."""
         events = []
-        for key, detail in found.items():
+        for key, detail in true_conditions.items():
             condition = self._conditions.setdefault(key, _Condition(detail, now))
             condition.detail, condition.false_since = detail, None
             hold_s = 0.0 if key[0] in IMMEDIATE else self._bounds.hold_s
             if not condition.is_raised and now - condition.true_since >= hold_s:
                 condition.is_raised = True
                 events.append(self._make(key, RAISED, condition, now, step))
-        for key in [key for key in self._conditions if key not in found]:
+        for key in [key for key in self._conditions if key not in true_conditions]:
             condition = self._conditions[key]
-            # A condition that ends before `events.hold_s` begins anew the next time.
+            # If a condition ends before `events.hold_s`, its time starts from zero the next time.
             if not condition.is_raised:
                 del self._conditions[key]
                 continue
@@ -197,7 +197,7 @@ def read_notifications(run: RunDir) -> list[dict[str, Any]]:
         return []
     lines = []
     for text in texts:
-        # The first line is incomplete if the log is longer than what is read.
+        # The first line is incomplete if the log is longer than the bytes that are read.
         try:
             line = parse_json(text)
         except ValueError:

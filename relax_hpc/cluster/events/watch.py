@@ -51,7 +51,7 @@ class EventWatch:
         self._engines: Future[Any] | None = None
         self._engines_at = 0.0
         self._lost_engines: Mapping[str, str] = {}
-        # A person who was told of a failure also hears that somebody has resumed the run.
+        # The receiver of a failure also receives that the run was resumed.
         self.log.resolve(RUN_FAILED, "the run continues", time.time(), 0)
         self.log.drop(RUN_ENDED)
 
@@ -66,10 +66,10 @@ class EventWatch:
             with suppress(OSError):
                 self._read_steps()
             self._ask_for_engines(client)
-            seen = self._observe(liveness, disks)
+            observed = self._observe(liveness, disks)
             trained = liveness.progress[0]
-            found = find_conditions(seen, self.config, self.log.active)
-            self.log.update(found, seen.now, trained)
+            conditions = find_conditions(observed, self.config, self.log.active)
+            self.log.update(conditions, observed.now, trained)
         self.command.poll()
 
     def close(self, with_command: bool) -> None:
@@ -81,7 +81,7 @@ class EventWatch:
 
     def _observe(self, liveness: Liveness, disks: Collection[Mapping[str, Any]]) -> Observations:
         now = time.time()
-        # After a wait, the time for the next step begins anew.
+        # After a wait, the time for the next step starts from zero.
         if liveness.awaited_groups or disks:
             self._progress_since = now
         return Observations(
@@ -162,7 +162,7 @@ def report_run_end(
     with suppress(OSError):
         steps = [line for line in _last_lines(run) if is_step(line)]
         step = steps[-1]["step"] + 1 if steps else 0
-    # A condition of a run that has ended is no longer a problem, and nobody would resolve it.
+    # A condition of a run that has ended is no longer a problem. No later round would resolve it.
     log.resolve_all(time.time(), step)
     log.report(event, f"{state}: {reason}" if reason else state, time.time(), step)
     EventCommand(run, config, log, say).finish(2 * config.events.command_s)

@@ -1,1 +1,1 @@
-"""Commands that look into the processes of a running run: their stacks, and a shell beside them."""
+"""Commands that look into the processes of a run: their stacks, and a shell on their nodes."""

@@ -1,5 +1,5 @@
-"""`relax-hpc attach`: a shell, or another command, beside a rank of a running group: on its node,
-with its environment, in its container."""
+"""`relax-hpc attach`: a shell, or another command, on the node of a rank of a running group, with
+its environment and in its container."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ shell with the leftovers of the role."""
 
 
 def main(root: str, group: str, role: str = "", rank: int = 0, program: Sequence[str] = ()) -> int:
-    """Replace this process by ``program``, or by a shell, beside a rank. RelaxError: the group does
-    not run."""
+    """Replace this process by ``program``, or by a shell, on the node of a rank.
+
+    RelaxError: the group does not run."""
     run = open_run(root)
     access = open_group(run, group)
     process = select_rank(access, read_group(access), role, rank)

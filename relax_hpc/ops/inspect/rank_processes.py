@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from relax_hpc.base.processes import all_processes
+from relax_hpc.base.processes import all_processes, command_text
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.slurm.allocation import node_name
 from relax_hpc.config.groups import CONTROLLER
@@ -50,13 +50,13 @@ def find_processes(run: RunDir, group: str, incarnation: int) -> list[RankProces
             if role and process.uids().effective == os.geteuid() and _is_on_this_node(process):
                 starts[process.pid], roles[process.pid] = process, role
     parents = {_parent(process) for process in starts.values()}
-    found = list[RankProcess]()
+    members = list[RankProcess]()
     for pid, process in starts.items():
         # A rank is a leaf of the tree of processes with these arguments. Above it are the launcher
         # of several ranks and the process that watches the rank.
         if pid not in parents:
-            found += _with_children(process, roles[pid])
-    return sorted(found, key=lambda item: (item.role, item.rank or 0, not item.is_rank, item.pid))
+            members += _with_children(process, roles[pid])
+    return sorted(members, key=lambda item: (item.role, item.rank or 0, not item.is_rank, item.pid))
 
 
 def _role_in(command: list[str], run: RunDir, group: str, incarnation: int) -> str:
@@ -91,7 +91,9 @@ def _with_children(process: psutil.Process, role: str) -> Iterable[RankProcess]:
         for child in process.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 path = output_path(child.pid)
-                yield RankProcess(child.pid, role, rank, _name(child), False, path)
+                yield RankProcess(
+                    child.pid, role, rank, command_text(child, _MAX_NAME_CHARS), False, path
+                )
 
 
 def output_path(pid: int) -> str:
@@ -100,12 +102,6 @@ def output_path(pid: int) -> str:
         return str(Path(f"/proc/{pid}/fd/2").readlink())
     except OSError:
         return ""
-
-
-def _name(process: psutil.Process) -> str:
-    words = [word for word in process.cmdline() if word]
-    text = " ".join([Path(words[0]).name, *words[1:]]) if words else process.name()
-    return text if len(text) <= _MAX_NAME_CHARS else f"{text[: _MAX_NAME_CHARS - 3]}..."
 
 
 def _parent(process: psutil.Process) -> int:

@@ -1,4 +1,4 @@
-"""Steps beside the steps of a group: srun commands that run a program on its nodes."""
+"""Further steps in the jobs of a group: srun commands that run a program on its nodes."""
 
 from __future__ import annotations
 

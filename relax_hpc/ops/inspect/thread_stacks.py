@@ -36,7 +36,7 @@ complete."""
 _POLL_S = 0.02
 _MAX_DUMP_BYTES = 4 << 20
 _FIRST_WORDS = (b"Thread 0x", b"Current thread 0x")
-"""Begin of the text of faulthandler (CPython 3.11 to 3.14)."""
+"""Beginning of the text of faulthandler (CPython 3.11 to 3.14)."""
 
 
 def describe_process(process: RankProcess, native: bool = False) -> str:
@@ -55,7 +55,7 @@ def describe_process(process: RankProcess, native: bool = False) -> str:
 
 
 def _read_by_tool(pid: int, native: bool) -> tuple[str, str]:
-    """(stacks by py-spy, reason why there are none)."""
+    """(stacks by py-spy, reason why they are missing)."""
     tool = find_tool("py-spy")
     if not tool:
         return "", "py-spy is not installed (pip install py-spy)"
@@ -64,7 +64,7 @@ def _read_by_tool(pid: int, native: bool) -> tuple[str, str]:
 
 
 def _read_by_signal(pid: int) -> tuple[str, str]:
-    """(stacks that the process writes to its log, reason why there are none)."""
+    """(stacks that the process writes to its log, reason why they are missing)."""
     log = Path(output_path(pid) or os.devnull)
     # The signal would end a process without a handler.
     if not log.is_file() or not handles_stack_signal(pid):
@@ -89,8 +89,8 @@ def _read_by_signal(pid: int) -> tuple[str, str]:
 
 
 def _first_thread(text: bytes) -> int:
-    """Position of the first line of faulthandler's text; -1: there is none yet."""
-    positions = [text.find(word) for word in _FIRST_WORDS]
+    """Position of the first line of faulthandler's text; -1: it is not written yet."""
+    positions = [text.find(beginning) for beginning in _FIRST_WORDS]
     return min((position for position in positions if position >= 0), default=-1)
 
 
@@ -126,13 +126,13 @@ def describe_kernel_threads(pid: int) -> str:
 
 
 def find_tool(name: str) -> str:
-    """Path of a program, on PATH or beside the interpreter; empty: it is not installed."""
-    beside = Path(sys.executable).parent / name
-    return shutil.which(name) or (str(beside) if os.access(beside, os.X_OK) else "")
+    """Path of a program, on PATH or next to the interpreter; empty: it is not installed."""
+    installed = Path(sys.executable).parent / name
+    return shutil.which(name) or (str(installed) if os.access(installed, os.X_OK) else "")
 
 
 def _run_tool(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-    """(output of a tool, reason why there is none)."""
+    """(output of a tool, reason why it is missing)."""
     name = Path(command[0]).name
     try:
         done = subprocess.run(

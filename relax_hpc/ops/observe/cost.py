@@ -141,14 +141,14 @@ def _slurm_energies(run: RunDir, shares: Mapping[tuple[str, int], float]) -> dic
         for number, launch in newest_launches(run, group):
             if launch.job:
                 share = shares.get((group, number), 0.0)
-                known = groups_of_job[launch.job].get(group, 0.0)
-                groups_of_job[launch.job][group] = max(known, share)
+                former_share = groups_of_job[launch.job].get(group, 0.0)
+                groups_of_job[launch.job][group] = max(former_share, share)
     energies: dict[str, float] = defaultdict(float)
     for job, joules in read_job_energies(sorted(groups_of_job, key=int)).items():
         groups = groups_of_job.get(job, {})
-        others = [group for group in groups if group != "hub"] or list(groups)
-        for group in others:
-            energies[group] += groups[group] * joules / len(others) / _J_PER_KWH
+        receivers = [group for group in groups if group != "hub"] or list(groups)
+        for group in receivers:
+            energies[group] += groups[group] * joules / len(receivers) / _J_PER_KWH
     return dict(energies)
 
 

@@ -285,7 +285,7 @@ class ExternalReplica(Replica):
 
 
 def newest_parity(run_dir: Path) -> float:
-    """The newest parity/logprob_abs_diff in the run's metrics, in nats; 0: there is none yet."""
+    """The newest parity/logprob_abs_diff in the run's metrics, in nats; 0: it has no value yet."""
     try:
         with (run_dir / METRICS_FILE).open("rb") as file:
             file.seek(0, 2)

@@ -58,7 +58,7 @@ class JoinSettings:
     staging: Path = Path("/dev/shm")
     """Folder for versions, which the engine can read."""
     wait_s: float = 3600.0
-    """Seconds without the service after which the process gives up."""
+    """Seconds without the service after which the process ends."""
 
 
 class EngineMember:

@@ -125,7 +125,7 @@ def _figures(status: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, s
 
 
 def _newest(rows: Sequence[Row], tag: str) -> float | None:
-    """Newest finite value of ``tag``; None: there is none."""
+    """Newest finite value of ``tag``; None: it has no value."""
     for row in reversed(rows):
         if math.isfinite(row.get(tag, math.nan)):
             return row[tag]

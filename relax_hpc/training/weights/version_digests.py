@@ -37,8 +37,8 @@ def digest_of_chunks(chunks: Iterable[Chunk]) -> str:
     for chunk in chunks:
         state.update(chunk.digest.encode())
         for part in chunk.parts:
-            place = (part.name, part.axis, part.start, part.stop, part.offset)
-            state.update(repr(place).encode())
+            location = (part.name, part.axis, part.start, part.stop, part.offset)
+            state.update(repr(location).encode())
     return state.hexdigest()
 
 

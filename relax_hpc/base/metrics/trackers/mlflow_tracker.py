@@ -73,7 +73,7 @@ class MlflowTracker(ServiceTracker):
             self._client.log_batch(self._run, params=params[begin : begin + _PARAMS])
 
     def _experiment(self, name: str) -> str:
-        """Id of the experiment ``name``, which is made if there is none."""
+        """Id of the experiment ``name``, which is created if it does not exist."""
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             return str(self._client.create_experiment(name))

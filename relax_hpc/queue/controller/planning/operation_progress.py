@@ -74,8 +74,8 @@ def _differs(operation: Operation, change: Change) -> bool:
 def end_operation(operation: Operation, done: Sequence[str], reason: str, detail: str) -> Change:
     """The end of an operation that did not reach its goal."""
     # External engines leave by themselves when they are not wanted any more.
-    own = [name for name in operation.engines if not is_external(name)]
-    remaining = [name for name in own if name not in done]
+    internal = [name for name in operation.engines if not is_external(name)]
+    remaining = [name for name in internal if name not in done]
     changes: dict[str, Any] = {"reason": reason, "detail": detail, "done": list(done)}
     if operation.kind == IN:
         return Change(FAILED, changes)

@@ -140,8 +140,8 @@ def plan_operation(
         if not key and unfinished[-1].digest == digest and not unfinished[-1].is_final:
             return Planned(unfinished[-1], is_new=False)
         busy = unfinished[0]
-        what = "is being undone" if busy.is_final else f"is {busy.state}"
-        raise OperationRefused("busy", f"operation {busy.id} {what}; wait for its end")
+        state = "is being undone" if busy.is_final else f"is {busy.state}"
+        raise OperationRefused("busy", f"operation {busy.id} {state}; wait for its end")
     if plan.colocated:
         text = (
             "the actor and the engines take turns on the same devices (colocate), so that their "
